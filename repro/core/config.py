@@ -1,0 +1,180 @@
+"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly.
+
+A stage owns its dataclass and receives only its own section, so the `params:` list in dvc.yaml is true by construction.
+Unknown keys, wrong types and values out of range are a `UserError` that names the key path, the value and what is allowed.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from .errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string). Duplicate keys are errors."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
+    """A dataclass field whose number must lie in a range; `None` values of optional fields are exempt.
+
+    Args:
+        default: the field's default; required when left out.
+        ge, gt, le: inclusive lower, exclusive lower and inclusive upper bound.
+    """
+    metadata = {"ge": ge, "gt": gt, "le": le}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def load_yaml(path: Path) -> Any:
+    """Parse a YAML file; a missing or malformed file is a `UserError` naming the file and line."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return yaml.load(stream, Loader=_Loader)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def build(cls: type, data: Any, where: str) -> Any:
+    """Build the dataclass `cls` from parsed YAML, strictly.
+
+    Args:
+        cls: a frozen keyword-only dataclass; field types may be bool, int, float, str, Literal, Optional, tuple[X, ...],
+            dict[str, X] or another such dataclass.
+        data: the parsed YAML.
+        where: key path for messages, e.g. `pretrain.vittt_nano_digits`.
+
+    Raises:
+        UserError: unknown or missing key, wrong type, value out of range; or what the class's own `__post_init__` refuses.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}: expected a mapping, got {_show(data)}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in data:
+        if key not in fields:
+            raise UserError(f"{where}.{key}: unknown key{_did_you_mean(str(key), fields)}")
+    values = {}
+    for name, field in fields.items():
+        key_path = f"{where}.{name}"
+        if name in data:
+            values[name] = _convert(hints[name], data[name], key_path)
+            _check_range(field.metadata, values[name], key_path)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{key_path}: missing, a value is required")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def load_section(cls: type, params_path: Path, *keys: str) -> Any:
+    """The section `keys` of a params file as an instance of `cls`; see `build`."""
+    data = load_yaml(params_path)
+    where = []
+    for key in keys:
+        where.append(key)
+        if not isinstance(data, Mapping) or key not in data:
+            present = data if isinstance(data, Mapping) else {}
+            raise UserError(f"{params_path}: {'.'.join(where)}: no such section{_did_you_mean(key, present)}")
+        data = data[key]
+    return build(cls, data, ".".join(keys))
+
+
+def section_keys(params_path: Path, section: str) -> list[str]:
+    """The cell names of a section that maps names to cells, in the file's order."""
+    data = load_yaml(params_path)
+    cells = data.get(section) if isinstance(data, Mapping) else None
+    if not isinstance(cells, Mapping) or not cells:
+        raise UserError(f"{params_path}: {section}: expected a mapping of cells")
+    return [str(name) for name in cells]
+
+
+def params_hash(config: Any) -> str:
+    """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON."""
+    text = json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (inner,) = [a for a in args if a is not type(None)]
+        return _convert(inner, value, where)
+    if origin is Literal:
+        if value in args and type(value) in {type(a) for a in args}:
+            return value
+        raise UserError(f"{where}: {_show(value)} is not one of {', '.join(map(str, args))}{_did_you_mean(str(value), args)}")
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{where}: expected a list, got {_show(value)}")
+        return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}: expected a mapping, got {_show(value)}")
+        return {str(k): _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):
+        return value
+    raise UserError(f"{where}: expected {hint.__name__}, got {_show(value)}")
+
+
+def _check_range(metadata: Mapping, value: Any, where: str) -> None:
+    if value is None or not metadata:
+        return
+    for item in value if isinstance(value, tuple) else (value,):
+        for name, sign, holds in (
+            ("ge", ">=", lambda v, bound: v >= bound),
+            ("gt", ">", lambda v, bound: v > bound),
+            ("le", "<=", lambda v, bound: v <= bound),
+        ):
+            bound = metadata.get(name)
+            # `not holds` and no inverted comparison, so that NaN is refused too
+            if bound is not None and not holds(item, bound):
+                raise UserError(f"{where}: {item} is out of range, must be {sign} {bound}")
+
+
+def _show(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}" if value is not None else "nothing (null)"
+
+
+def _did_you_mean(key: str, known: Any) -> str:
+    names = [str(k) for k in known]
+    close = difflib.get_close_matches(key, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if names else ""

@@ -1,0 +1,55 @@
+"""Where things lie. One object, made from the project root, handed to every stage."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from .errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Paths:
+    """The folders of one checkout; every path in the project comes from here.
+
+    Args:
+        root: the folder that holds params.yaml and dvc.yaml.
+    """
+
+    root: Path
+
+    @property
+    def params(self) -> Path:
+        return self.root / "params.yaml"
+
+    @property
+    def profiles(self) -> Path:
+        return self.root / "profiles"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results"
+
+    def cell(self, stage: str, cell: str) -> Path:
+        """`results/<stage>/<cell>`: written by that stage alone."""
+        return self.results / stage / cell
+
+    def measured(self, device: str) -> Path:
+        """`results/measured/<device>`: what was run by hand or on a GPU, never a DVC out."""
+        return self.results / "measured" / device
+
+    def run_state(self, stage: str, cell: str, params_hash: str) -> Path:
+        """`.runs/<stage>/<cell>-<hash>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
+        return self.root / ".runs" / stage / f"{cell}-{params_hash}"
+
+
+def find_root(start: Path | None = None) -> Paths:
+    """The nearest folder at or above `start` (default: the working directory) that holds params.yaml and dvc.yaml.
+
+    Raises:
+        UserError: there is none.
+    """
+    start = (start or Path(os.getcwd())).resolve()
+    for folder in (start, *start.parents):
+        if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+            return Paths(folder)
+    raise UserError(f"{start}: neither here nor above is a folder with params.yaml and dvc.yaml; run inside a checkout")

@@ -1,0 +1,196 @@
+"""Results on disk: atomic files, `metrics.json` with its identity, `run.json` beside it, and the code's own hash.
+
+`metrics.json` holds everything that explains a number and nothing that changes from run to run; date, seconds and host
+go to `run.json`, which no stage depends on.
+"""
+
+import ast
+import contextlib
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .config import params_hash
+from .errors import UserError
+
+FIRST_PARTY = ("repro", "kernels", "stages")
+_VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy")
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; on success it is flushed and renamed to `path`, on failure removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write sorted, indented JSON atomically. Non-finite numbers are refused: missing is `null` with a reason, never NaN."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a missing or damaged file is a `UserError` naming it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+
+
+def write_record(folder: Path, metrics: dict, identity: dict, seconds: float) -> None:
+    """Write `metrics.json` (= {metrics, identity}) and `run.json` (date, seconds, host) into a cell's folder.
+
+    Args:
+        folder: `results/<stage>/<cell>`.
+        metrics: numbers with their unit in the key; `None` must be explained by a sibling key `<name>_reason`.
+        identity: see `make_identity`.
+        seconds: wall-clock time of the run.
+    """
+    _require_reasons(metrics, str(folder))
+    write_json(folder / "metrics.json", {"metrics": metrics, "identity": identity})
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    write_json(folder / "run.json", {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+
+
+def make_identity(
+    root: Path, code: Iterable[str], config: Any, *, data_manifest: Path | None = None, device: str, dtype: str, backend: str
+) -> dict:
+    """What explains a number.
+
+    Args:
+        root: the checkout.
+        code: entry modules of the stage (dotted names); the hash covers their first-party import closure.
+        config: the stage's params dataclass.
+        data_manifest: the manifest file of the data set, if any.
+        device: e.g. `cpu: AMD EPYC, 2 threads`; see `runtime.device_label`.
+        dtype: fp32, bf16 or fp16.
+        backend: which implementation of the kernels ran.
+    """
+    return {
+        "code": hash_files(root, import_closure(root, code)),
+        "parent_commit": _parent_commit(root),
+        "params": params_hash(config),
+        "data_manifest": hashlib.sha256(data_manifest.read_bytes()).hexdigest()[:16] if data_manifest else None,
+        "device": device,
+        "dtype": dtype,
+        "backend": backend,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that numbers depend on, without importing them."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _VERSIONS_OF:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
+    """First-party source files that the given modules import, directly or not, as sorted paths relative to `root`.
+
+    Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and includes
+    each package's `__init__.py` on the way, since Python runs it. dvc.yaml lists exactly this set for each stage.
+    """
+    seen: set[str] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        for name in _with_parents(module):
+            path = _source_of(root, name)
+            if path is None or path in seen:
+                continue
+            seen.add(path)
+            package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
+            todo.extend(_imports(root / path, package))
+    return sorted(seen)
+
+
+def hash_files(root: Path, files: Iterable[str]) -> str:
+    """First 16 hex digits of the SHA-256 over the files' names and contents."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + hashlib.sha256((root / name).read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _with_parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _source_of(root: Path, module: str) -> str | None:
+    if module.split(".")[0] not in FIRST_PARTY:
+        return None
+    base = module.replace(".", "/")
+    for candidate in (f"{base}/__init__.py", f"{base}.py"):
+        if (root / candidate).is_file():
+            return candidate
+    return None
+
+
+def _imports(path: Path, package: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            found.append(base)
+            found.extend(f"{base}.{alias.name}" for alias in node.names)  # `from package import module`
+    return found
+
+
+def _require_reasons(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if item is None and not value.get(f"{key}_reason") and not value.get("reason"):
+                raise ValueError(f"{where}: metric {key!r} is null without a reason")
+            _require_reasons(item, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _require_reasons(item, f"{where}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: {value} is not a finite number; write null with a reason")
+
+
+def _parent_commit(root: Path) -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,110 @@
+"""Seeds, determinism, device choice and the `runtime:` section: what changes how a run goes, never what comes out."""
+
+import dataclasses
+import os
+import platform
+import random
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import bounded, load_section
+from .errors import UserError
+from .paths import Paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The `runtime:` section of params.yaml. It is in no dependency and no hash.
+
+    Args:
+        device: `auto` takes CUDA where there is one.
+        workers: processes that load data; 0 loads in the main process.
+        threads: CPU threads of the main process; null leaves PyTorch's choice.
+        save_every_steps: how often training state is saved.
+        log_every_steps: how often the log line and the progress bar are updated.
+        data_roots: data set kind -> folder.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    workers: int = bounded(0, ge=0)
+    threads: int | None = bounded(None, ge=1)
+    save_every_steps: int = bounded(200, ge=1)
+    log_every_steps: int = bounded(10, ge=1)
+    data_roots: dict[str, str]
+
+    def data_root(self, paths: Paths, kind: str) -> Path:
+        """The folder of a data set, relative ones taken from the project root."""
+        if kind not in self.data_roots:
+            raise UserError(f"runtime.data_roots.{kind}: missing; say where the {kind} data set lies")
+        return (paths.root / self.data_roots[kind]).absolute()
+
+
+def load_runtime(paths: Paths) -> Runtime:
+    """The `runtime:` section of this checkout's params.yaml."""
+    return load_section(Runtime, paths.params, "runtime")
+
+
+def choose_device(choice: str) -> Any:
+    """`auto|cpu|cuda` -> torch.device; an explicit `cuda` that is not there is a `UserError`."""
+    import torch
+
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise UserError("runtime.device: cuda was asked for, but PyTorch sees no CUDA device; use auto or cpu")
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(choice)
+
+
+def device_label(device: Any, threads: int | None = None) -> str:
+    """What a result says of its device: `cuda: NVIDIA L40S` or `cpu: AMD EPYC, 2 threads`."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"cpu: {cpu_name()}, {threads or torch.get_num_threads()} threads"
+
+
+def device_slug(device: Any) -> str:
+    """The folder name of a device under results/measured: `nvidia_l40s`, `cpu_amd_epyc`."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else f"cpu {cpu_name()}"
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def cpu_name() -> str:
+    """The processor's model name, without importing torch."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            for line in stream:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def gpu_names() -> list[str]:
+    """The names of NVIDIA GPUs by the driver's own tool, without importing torch; empty where there is none."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def seed_everything(seed: int, *, deterministic: bool = True) -> None:
+    """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for repeatable algorithms (warns where it has none)."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
