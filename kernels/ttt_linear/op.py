@@ -1,0 +1,241 @@
+"""The public op TTT-Linear: argument checks, backends, autograd, FLOP count.
+
+The fast backend is one operator over a direction axis of length 1 or 2, with a fake kernel, a backward that is an operator
+itself, and FLOP formulas, so that torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode
+see one opaque operation. The reference backend is plain operations under autograd.
+
+Shape letters: B images, T tokens, R directions, H heads, D head width.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import torch_path
+from .reference import ttt_linear_dual
+
+BACKENDS = ("auto", "torch", "reference", "triton")
+_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def ttt_linear(
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
+    *, chunk_size: int = 16, reverse: bool = False, eps: float = 1e-6, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """The inner learner of Vision-TTT in one direction: a linear map with LayerNorm that learns along the tokens.
+
+    For every chunk of n ≤ chunk_size consecutive tokens, starting from W = W0, β = b0, with ℓ = ½‖LN(Z) − (V − K)‖²:
+
+        Z = KW + β,  G = dℓ/dZ,  A = tril(c[:n] lrᵀ) ⊙ (QKᵀ + 1),  O = QW + β − AG,  out = Q + γ ⊙ norm(O) + μ
+        W ← W − Kᵀ(c[n−1] lr ⊙ G),  β ← β − Σ_t c[n−1] lr_t G_t
+
+    State, statistics, products and accumulators are fp32 (fp64 for fp64 inputs). Inputs are not written to; NaN propagates.
+    Differentiable in every tensor argument, once (the reference backend: as often as one likes).
+
+    Args:
+        q, k, v: (B,T,H,D), one dtype of fp64, fp32, bf16, fp16. The tensors below are fp32 or of that dtype.
+        lr: (B,T,H), inner learning rates.
+        token_scale: (chunk_size,), c of the equations.
+        W0: (H,D,D), start weight, row-vector convention.
+        b0, ln_weight, ln_bias: (H,D), start bias, γ and μ.
+        chunk_size: tokens per inner gradient step; may exceed T. The last chunk may be shorter.
+        reverse: scan from t = T−1 to 0, chunks cut from that end: flip q, k, v, lr along T, run forward, flip out.
+        eps: of the LayerNorms, above 0.
+        backend: `auto`, `torch`, `reference` or `triton`; see `selected_backend`.
+
+    Returns:
+        out (B,T,H,D) in q's dtype.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
+    """
+    parameters = token_scale, W0, b0, ln_weight, ln_bias
+    _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
+    if not isinstance(reverse, bool):
+        raise TypeError(f"ttt_linear: reverse is {reverse!r}, expected True or False")
+    if selected_backend(backend, q.device) == "reference":
+        return _reference(q, k, v, lr, *parameters, chunk_size, reverse, eps)
+    q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
+    return _run(q, k, v, lr, *(x.unsqueeze(0) for x in parameters), chunk_size, [reverse], eps).squeeze(2)
+
+
+def ttt_linear_bidir(
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
+    *, chunk_size: int = 16, eps: float = 1e-6, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Both directions at once, what a Vittt layer calls: direction 0 scans forth, direction 1 back, each with own parameters.
+
+    Equals `ttt_linear` on each index of the direction axis, the second one with reverse=True; arguments and errors are the
+    same but for the shapes.
+
+    Args:
+        q, k, v: (B,T,2,H,D).
+        lr: (B,T,H), shared by both directions.
+        token_scale: (2,chunk_size). W0: (2,H,D,D). b0, ln_weight, ln_bias: (2,H,D).
+
+    Returns:
+        out (B,T,2,H,D) in q's dtype, both directions in the order of the input.
+    """
+    parameters = token_scale, W0, b0, ln_weight, ln_bias
+    _check("ttt_linear_bidir", 2, (q, k, v, lr, *parameters), chunk_size, eps)
+    if selected_backend(backend, q.device) == "reference":
+        outs = [
+            _reference(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters), chunk_size, r == 1, eps)
+            for r in (0, 1)
+        ]
+        return torch.stack(outs, 2)
+    return _run(q, k, v, lr, *parameters, chunk_size, [False, True], eps)
+
+
+def selected_backend(backend: str, device: torch.device | str) -> str:
+    """The backend that will run for a request on a device, `torch` or `reference`; it is recorded with every result.
+
+    `torch` is batched PyTorch operations with a hand-written backward, for any device. `reference` is the dual form under
+    autograd: the same function and FLOP count, slower, with the memory that autograd needs. `auto` takes the fastest there is.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot run on this device.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        raise ValueError(f"backend 'triton': TTT-Linear has no Triton kernel for {device}; use auto, torch or reference")
+    return "torch" if backend == "auto" else backend
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Off where it is on; nothing at all where it is not, so that an exported graph holds no trace of it."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _reference(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
+    with _no_autocast(q.device.type):
+        return ttt_linear_dual(
+            q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size=chunk_size, reverse=reverse, eps=eps
+        )
+
+
+def _run(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
+    inputs = q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias
+    keep_states = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return _forward_op(*inputs, chunk_size, reverse, eps, keep_states)[0]
+
+
+def _check(op, directions, arguments, chunk_size, eps):
+    """Raise a TypeError or ValueError that names the argument, what it is and what is expected."""
+    tensors = dict(zip(("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"), arguments, strict=True))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} is {type(x).__name__}, expected a tensor")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, torch.SymInt)):
+        raise TypeError(f"{op}: chunk_size is {chunk_size!r}, expected an integer")
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size is {chunk_size}, expected at least 1")
+    if not isinstance(eps, (float, int)) or not 0 < eps < math.inf:
+        raise ValueError(f"{op}: eps is {eps!r}, expected a number above 0")
+
+    q = tensors["q"]
+    letters, R = ("(B,T,H,D)", ()) if directions == 1 else ("(B,T,2,H,D)", (2,))
+    if q.dim() != 4 + len(R) or (R and q.shape[2] != 2):
+        raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected {letters}")
+    if any(size < 1 for size in q.shape):
+        raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected {letters} with every size at least 1")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"{op}: q is {q.dtype}, expected one of {', '.join(_DTYPES.values())}")
+    (B, T), (H, D) = q.shape[:2], q.shape[-2:]
+    head = (*R, H, D)
+    expected = {"lr": (B, T, H), "token_scale": (*R, chunk_size), "W0": (*head, D)}
+    expected |= dict.fromkeys(("q", "k", "v"), tuple(q.shape)) | dict.fromkeys(("b0", "ln_weight", "ln_bias"), head)
+    for name, x in tensors.items():
+        if tuple(x.shape) != expected[name]:
+            beside = f"q {tuple(q.shape)} and chunk_size {chunk_size}"
+            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {expected[name]} beside {beside}")
+        allowed = (q.dtype,) if name in ("q", "k", "v") else (torch.float32, q.dtype)
+        if x.dtype not in allowed:
+            wanted = " or ".join(dict.fromkeys(_DTYPES[dtype] for dtype in allowed))
+            raise TypeError(f"{op}: {name} is {_DTYPES.get(x.dtype, x.dtype)}, expected {wanted} beside q in {_DTYPES[q.dtype]}")
+        if x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, expected q's device {q.device}")
+
+
+@torch.library.custom_op("vision_ttt::ttt_linear", mutates_args=())
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
+    chunk_size: int, reverse: Sequence[bool], eps: float, keep_states: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    with _no_autocast(q.device.type):
+        return torch_path.forward(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states)
+
+
+@_forward_op.register_fake
+def _(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states):
+    B, _, R, H, D = q.shape
+    kept = torch_path.kept_states(q.shape, chunk_size) if keep_states else 0
+    states = q.new_empty((kept, B, R, H, D + 1, D), dtype=torch_path.compute_dtype(q.dtype))
+    return q.new_empty(q.shape), states
+
+
+@torch.library.custom_op("vision_ttt::ttt_linear_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor, states: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
+    chunk_size: int, reverse: Sequence[bool], eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with _no_autocast(q.device.type):
+        return torch_path.backward(
+            dout, states, q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps
+        )
+
+
+@_backward_op.register_fake
+def _(dout, states, *inputs_and_options):
+    return tuple(x.new_empty(x.shape) for x in inputs_and_options[:9])
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, chunk_size, reverse, eps, _ = inputs
+    states = output[1]
+    ctx.mark_non_differentiable(states)
+    ctx.save_for_backward(states, *tensors)
+    ctx.options = chunk_size, reverse, eps
+
+
+def _differentiate(ctx, dout, _):
+    gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.options)
+    wanted = ctx.needs_input_grad[: len(gradients)]
+    return *(g if needed else None for g, needed in zip(gradients, wanted, strict=True)), None, None, None, None
+
+
+def _refuse_second_derivative(ctx, *_):
+    raise RuntimeError("ttt_linear: this backend has no second derivative; backend='reference' has")
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
+_backward_op.register_autograd(_refuse_second_derivative)
+
+
+@register_flop_formula(torch.ops.vision_ttt.ttt_linear)
+def _forward_flops(q_shape, *inputs_and_options, out_shape=None) -> int:
+    """2 for each multiply-add of the five products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true lengths."""
+    B, T, R, H, D = q_shape
+    chunk_size = inputs_and_options[8]
+    lengths = [min(chunk_size, T - start) for start in range(0, T, chunk_size)]
+    return 2 * B * R * H * sum(3 * n * D * D + 2 * n * n * D for n in lengths)
+
+
+@register_flop_formula(torch.ops.vision_ttt.ttt_linear_backward)
+def _backward_flops(dout_shape, states_shape, *inputs_and_options, out_shape=None) -> int:
+    """Two products for each of the forward pass but the last state update, which no output depends on.
+
+    It is what autograd runs on the dual form when every input needs a gradient; the repeated forward scan is not counted.
+    """
+    B, T, R, H, D = dout_shape
+    chunk_size = inputs_and_options[9]
+    last = T % chunk_size or chunk_size
+    return 2 * _forward_flops(*inputs_and_options) - 2 * 2 * B * R * H * last * D * D
