@@ -8,10 +8,11 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                continue  # refused by the base class
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
@@ -130,8 +133,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        (inner,) = [a for a in args if a is not type(None)]
-        return _convert(inner, value, where)
+        inner = [a for a in args if a is not type(None)]
+        if len(inner) == 1:
+            return _convert(inner[0], value, where)
+        if type(value) in inner:
+            return value
+        raise UserError(f"{where}: expected {' or '.join(a.__name__ for a in inner)}, got {_show(value)}")
     if origin is Literal:
         if value in args and type(value) in {type(a) for a in args}:
             return value
@@ -146,7 +153,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return {str(k): _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint):
         return build(hint, value, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise UserError(f"{where}: {value} is not a finite number")
         return float(value)
     if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):
         return value

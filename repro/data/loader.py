@@ -1,0 +1,229 @@
+"""Loaders whose sequence can be stopped after any batch and continued, with any number of worker processes.
+
+The order is a function of (seed, epoch); a sample's augmentation of (seed, epoch, index). So epoch and batch number, which the
+training loop knows anyway, are all the state there is.
+"""
+
+import atexit
+import contextlib
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ..core.errors import RunError, UserError
+from .imagenet import ImageFolder
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Keys = list[tuple[int, int]]
+
+
+class TrainOrder:
+    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into global batches, each shared out to the ranks.
+
+    The remainder that fills no global batch is left out; another one in each epoch.
+
+    Args:
+        size: number of samples.
+        batch_size: per rank.
+        seed: of the permutations.
+        rank, world_size: this process among those that train together.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1):
+        self._size, self._batch_size, self._seed, self._rank, self._world_size = size, batch_size, seed, rank, world_size
+        self._length = size // (batch_size * world_size)
+        if self._length == 0:
+            raise UserError(f"batch size {batch_size} on {world_size} process(es): only {size} training images; make it smaller")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batches(self, epoch: int, start: int) -> Iterator[Keys]:
+        """The keys of the batches from number `start` of an epoch on."""
+        sequence = np.random.SeedSequence((0, self._seed, epoch))
+        order = np.random.Generator(np.random.PCG64(sequence)).permutation(self._size)
+        for number in range(start, self._length):
+            first = (number * self._world_size + self._rank) * self._batch_size
+            yield [(epoch, index) for index in order[first : first + self._batch_size].tolist()]
+
+
+class EvalOrder:
+    """Every sample exactly once over all ranks, in order; ranks may get one sample more or less than others.
+
+    Args:
+        size: number of samples.
+        batch_size: per rank; the last batch may be smaller.
+        rank, world_size: this process among those that evaluate together.
+    """
+
+    def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1):
+        self._mine = range(rank, size, world_size)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._mine) // self._batch_size)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Keys]:
+        """The keys of the batches from number `start` on."""
+        for number in range(start, len(self)):
+            yield [(epoch, index) for index in self._mine[number * self._batch_size : (number + 1) * self._batch_size]]
+
+
+class _Keys:
+    """What DataLoader takes for its batch sampler: the rest of one epoch of an order."""
+
+    def __init__(self, order: TrainOrder | EvalOrder):
+        self.order, self.epoch, self.start = order, 0, 0
+
+    def __iter__(self) -> Iterator[Keys]:
+        return self.order.batches(self.epoch, self.start)
+
+    def __len__(self) -> int:
+        return len(self.order) - self.start
+
+
+class _Loader:
+    """Worker processes that outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
+
+    def __init__(self, dataset: ImageFolder, order: TrainOrder | EvalOrder, *, workers: int, pin_memory: bool):
+        self.dataset = dataset
+        self._keys = _Keys(order)
+        self._loader: DataLoader | None = DataLoader(
+            dataset,
+            batch_sampler=self._keys,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=pin_memory,
+            worker_init_fn=_ignore_signals,
+            # its own generator: DataLoader draws a number for each iterator, by default from the global one
+            generator=torch.Generator(),
+        )
+        self._iterator: Iterator | None = None
+        self._end_workers: weakref.finalize | None = None
+
+    def __len__(self) -> int:
+        """Batches per epoch on this rank."""
+        return len(self._keys.order)
+
+    def close(self) -> None:
+        """End the worker processes. The loader cannot be used afterwards."""
+        if self._end_workers is not None:
+            self._end_workers()
+        self._iterator = None
+        self._loader = None
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        if self._loader is None:
+            raise RuntimeError("this loader was closed")
+        self._keys.epoch, self._keys.start = epoch, start
+        with _signals_kept():
+            self._iterator = iter(self._loader)
+        if self._loader.num_workers and self._end_workers is None:
+            # Left to itself, DataLoader ends its workers too late where a traceback still refers to its iterator, and at exit
+            # multiprocessing would send SIGTERM, which ours ignore, and wait for ever. Called here, when this object goes, and
+            # at exit, before multiprocessing's own handler: handlers run in the reverse order of their registration.
+            self._end_workers = weakref.finalize(self, self._iterator._shutdown_workers)
+            atexit.register(self._end_workers)
+        while (batch := self._next()) is not None:
+            yield tuple(batch)
+
+    def _next(self) -> list[torch.Tensor] | None:
+        try:
+            return next(self._iterator, None)
+        except UserError:
+            self.dataset.require_readable()  # the worker's error again, but as one line and not as its traceback
+            raise
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise RunError(f"a loading process died ({error}); mostly for want of memory: lower runtime.workers") from None
+
+
+class TrainLoader(_Loader):
+    """Training batches: fp32 images (B, 3, H, W) and int64 targets (B,).
+
+    Args:
+        dataset: the training split.
+        batch_size: per rank.
+        seed: of the order.
+        workers: processes that decode and augment; 0 does it in this one. The batches are the same.
+        device: batches go to page-locked memory where it is CUDA.
+        rank, world_size: see `TrainOrder`.
+
+    Raises:
+        UserError: fewer samples than one global batch; while iterating, too many unreadable files.
+        RunError: while iterating, a worker process died.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageFolder,
+        *,
+        batch_size: int,
+        seed: int,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size)
+        super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on: what an uninterrupted run would see there, in content and order."""
+        return self._batches(epoch, start)
+
+
+class EvalLoader(_Loader):
+    """Evaluation batches: every sample exactly once over all ranks, in order; each iteration starts from the beginning.
+
+    Args and errors as `TrainLoader`; the last batch may be smaller.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageFolder,
+        *,
+        batch_size: int,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        order = EvalOrder(len(dataset), batch_size, rank, world_size)
+        super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(0, 0)
+
+
+def _ignore_signals(worker_id: int) -> None:
+    """A signal to the whole process group must not end the workers before the main process has saved its state."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Start worker processes without leaving them, or us, a signal handler that strikes at any moment.
+
+    SIGINT and SIGTERM are blocked: a worker forked inside inherits that and cannot be hit before it ignores them. DataLoader's
+    SIGCHLD handler is taken back: it raises wherever the main process happens to be when a worker dies, in the middle of a
+    training step or of saving. Waiting for a batch notices the death too, within five seconds, and is where we expect it.
+    """
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
+        yield  # Windows has neither; elsewhere only the main thread may set handlers, and DataLoader keeps to that too
+        return
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    on_child = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if on_child is not None:  # None: set outside Python, and cannot be put back from here
+            signal.signal(signal.SIGCHLD, on_child)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

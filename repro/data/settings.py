@@ -1,0 +1,89 @@
+"""The parts of params sections that concern data. Imports nothing heavy: the stage modules need these for `--help`."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..core.config import bounded
+
+_RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformSettings:
+    """How an image becomes a tensor; the names are those of timm's `create_transform`, which does the work.
+
+    Args:
+        image_size: side of the square input in pixels.
+        scale, ratio: area fraction and aspect ratio of the random training crop, each [smallest, largest].
+        hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
+        color_jitter: strength, or null for none. timm leaves it out when `auto_augment` is set.
+        auto_augment: a RandAugment string such as `rand-m9-mstd0.5-inc1`, or null for none.
+        re_prob: probability of random erasing (mode `pixel`, after normalisation).
+        interpolation: of every resize.
+        crop_pct: evaluation resizes the short side to image_size / crop_pct and takes the centre crop.
+        mean, std: per channel (red, green, blue), of values in [0, 1].
+    """
+
+    image_size: int = bounded(ge=1)
+    scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)
+    ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)
+    hflip: float = bounded(0.5, ge=0, le=1)
+    color_jitter: float | None = bounded(None, ge=0)
+    auto_augment: str | None = None
+    re_prob: float = bounded(0.0, ge=0, le=1)
+    interpolation: Literal["bicubic", "bilinear", "nearest"] = "bicubic"
+    crop_pct: float = bounded(0.875, gt=0, le=1)
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "ratio"):
+            pair = getattr(self, name)
+            if len(pair) != 2 or pair[0] > pair[1]:
+                raise ValueError(f"{name}: expected [smallest, largest], got {list(pair)}")
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
+        if self.auto_augment is not None and not _RAND_AUGMENT.fullmatch(self.auto_augment):
+            raise ValueError(
+                f"auto_augment: {self.auto_augment!r} is no RandAugment string; write one as rand-m9-n2-mstd0.5-inc1, or null"
+            )
+
+    def preprocessing(self) -> dict[str, Any]:
+        """What evaluation needs to know, in the names of timm's model configurations; it travels with the weights."""
+        size = [3, self.image_size, self.image_size]
+        shared = {name: getattr(self, name) for name in ("interpolation", "crop_pct")}
+        return {"input_size": size, **shared, "mean": list(self.mean), "std": list(self.std)}
+
+    @classmethod
+    def from_preprocessing(cls, preprocessing: Mapping[str, Any], image_size: int | None = None) -> "TransformSettings":
+        """The inverse, for evaluation; `image_size` overrides the one of the training. Also takes timm's own configurations."""
+        shared = {name: preprocessing[name] for name in ("interpolation", "crop_pct")}
+        statistics = {name: tuple(preprocessing[name]) for name in ("mean", "std")}
+        return cls(image_size=image_size or preprocessing["input_size"][-1], **shared, **statistics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DigitsSettings:
+    """How the embedded `digits` data set is written.
+
+    Args:
+        image_size: side of the PNGs in pixels.
+        val_fraction: share of each class that goes to val.
+        seed: of the split.
+    """
+
+    image_size: int = bounded(144, ge=8)
+    val_fraction: float = bounded(0.2, gt=0, le=0.9)
+    seed: int = bounded(0, ge=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedCounts:
+    """What a data set must hold; `prepare_data` refuses anything else, so that a subset is a written decision."""
+
+    classes: int = bounded(ge=1)
+    train: int = bounded(ge=1)
+    val: int = bounded(ge=1)

@@ -1,0 +1,135 @@
+import dataclasses
+from typing import Literal
+
+import pytest
+
+from repro.core.config import bounded, build, load_section, load_yaml, params_hash, section_keys
+from repro.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = bounded(0.5, ge=0, le=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+    epochs: int = bounded(ge=1)
+    lr: float = bounded(1e-3, gt=0)
+    name: str = "x"
+    flip: bool = False
+    clip: float | None = bounded(None, gt=0)
+    backend: Literal["torch", "triton"] = "torch"
+    order: Literal[1, 2] = 1
+    sizes: tuple[int, ...] = bounded((1,), ge=1)
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Inner] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name == "forbidden":
+            raise ValueError("name: 'forbidden' is taken")
+
+
+@pytest.fixture
+def load(tmp_path):
+    def from_text(text: str) -> Params:
+        path = tmp_path / "params.yaml"
+        path.write_text("stage:\n  cell: {" + text + "}\n")
+        return load_section(Params, path, "stage", "cell")
+
+    return from_text
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("lr: 1e-3", "lr", 0.001),  # YAML 1.1 would read a string
+        ("lr: 1E+2", "lr", 100.0),
+        ("lr: 5.e-4", "lr", 0.0005),
+        ("lr: 2", "lr", 2.0),
+        ("clip: null", "clip", None),
+        ("clip: 3", "clip", 3.0),
+        ("backend: triton", "backend", "triton"),
+        ("order: 2", "order", 2),
+        ("sizes: [3, 4]", "sizes", (3, 4)),
+        ("flip: true", "flip", True),
+        ("inner: {rate: 1}", "inner", Inner(rate=1.0)),
+        ("rates: {a: 1, 2: 0.5}", "rates", {"a": 1.0, "2": 0.5}),
+        ("parts: {a: {rate: 0}}", "parts", {"a": Inner(rate=0.0)}),
+        ("name: '1e-3'", "name", "1e-3"),
+    ],
+)
+def test_values(load, text, field, value):
+    found = getattr(load(f"epochs: 3, {text}"), field)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs: 1, epoch: 2", r"stage\.cell\.epoch: unknown key; did you mean 'epochs'\?"),
+        ("epochs: 1, zzz: 2", r"stage\.cell\.zzz: unknown key; known: epochs, lr, "),
+        ("lr: 1", r"stage\.cell\.epochs: missing, a value is required"),
+        ("epochs: 0", r"stage\.cell\.epochs: 0 is out of range, must be >= 1"),
+        ("epochs: -5", r"stage\.cell\.epochs: -5 is out of range"),
+        ("epochs: 1.5", r"stage\.cell\.epochs: expected int, got float 1\.5"),
+        ("epochs: true", r"stage\.cell\.epochs: expected int, got bool True"),
+        ("epochs: three", r"stage\.cell\.epochs: expected int, got str 'three'"),
+        ("epochs: null", r"stage\.cell\.epochs: expected int, got nothing \(null\)"),
+        ("epochs: 1, lr: .nan", r"stage\.cell\.lr: nan is not a finite number"),
+        ("epochs: 1, lr: .inf", r"stage\.cell\.lr: inf is not a finite number"),
+        ("epochs: 1, rates: {a: .nan}", r"stage\.cell\.rates\.a: nan is not a finite number"),
+        ("epochs: 1, lr: 0", r"stage\.cell\.lr: 0\.0 is out of range, must be > 0"),
+        ("epochs: 1, lr: true", r"stage\.cell\.lr: expected float, got bool True"),
+        ("epochs: 1, name: 3", r"stage\.cell\.name: expected str, got int 3"),
+        ("epochs: 1, flip: 1", r"stage\.cell\.flip: expected bool, got int 1"),
+        ("epochs: 1, clip: -1", r"stage\.cell\.clip: -1\.0 is out of range"),
+        ("epochs: 1, backend: tritn", r"stage\.cell\.backend: str 'tritn' is not one of torch, triton; did you mean 'triton'\?"),
+        ("epochs: 1, order: true", r"stage\.cell\.order: bool True is not one of 1, 2"),
+        ("epochs: 1, sizes: 3", r"stage\.cell\.sizes: expected a list, got int 3"),
+        ("epochs: 1, sizes: [2, 0]", r"stage\.cell\.sizes: 0 is out of range"),
+        ("epochs: 1, sizes: [2, x]", r"stage\.cell\.sizes\[1\]: expected int, got str 'x'"),
+        ("epochs: 1, inner: {rat: 1}", r"stage\.cell\.inner\.rat: unknown key; did you mean 'rate'\?"),
+        ("epochs: 1, inner: {rate: 2}", r"stage\.cell\.inner\.rate: 2\.0 is out of range, must be <= 1"),
+        ("epochs: 1, inner: 3", r"stage\.cell\.inner: expected a mapping, got int 3"),
+        ("epochs: 1, rates: {a: b}", r"stage\.cell\.rates\.a: expected float"),
+        ("epochs: 1, parts: {a: {rate: -1}}", r"stage\.cell\.parts\.a\.rate: -1\.0 is out of range"),
+        ("epochs: 1, name: forbidden", r"stage\.cell: name: 'forbidden' is taken"),
+        ("epochs: 1, epochs: 2", r"params\.yaml:2: not valid YAML: key 'epochs' stands twice"),
+        ("{a: 1}: 2", r"params\.yaml:2: not valid YAML: found unhashable key"),
+        ("epochs: [", r"params\.yaml:\d+: not valid YAML"),
+    ],
+)
+def test_errors_name_the_key_and_what_is_allowed(load, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(text)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_sections(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("stage:\n  second: {epochs: 1}\n  first: {epochs: 2}\nempty:\nscalar: 3\n")
+    assert section_keys(path, "stage") == ["second", "first"]
+    assert load_section(Params, path, "stage", "first").epochs == 2
+    with pytest.raises(UserError, match=r"stage\.fist: no such section; did you mean 'first'\?"):
+        load_section(Params, path, "stage", "fist")
+    with pytest.raises(UserError, match=r"stag: no such section; did you mean 'stage'\?"):
+        load_section(Params, path, "stag")
+    with pytest.raises(UserError, match=r"scalar\.x: no such section"):
+        load_section(Params, path, "scalar", "x")
+    for section in ("empty", "scalar", "absent"):
+        with pytest.raises(UserError, match=f"{section}: expected a mapping of cells"):
+            section_keys(path, section)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
+        load_yaml(tmp_path / "absent.yaml")
+
+
+def test_hash_follows_values_and_not_their_order():
+    base = build(Params, {"epochs": 3, "lr": 0.1}, "x")
+    assert params_hash(base) == params_hash(build(Params, {"lr": 0.1, "epochs": 3, "flip": False}, "x"))
+    assert params_hash(base) != params_hash(build(Params, {"lr": 0.2, "epochs": 3}, "x"))
+    assert params_hash(base) != params_hash(build(Params, {"lr": 0.1, "epochs": 3, "inner": {"rate": 0.1}}, "x"))

@@ -1,0 +1,175 @@
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.core.errors import UserError
+from repro.core.record import (
+    atomic,
+    hash_files,
+    import_closure,
+    make_identity,
+    read_json,
+    write_json,
+    write_record,
+    write_text,
+)
+from repro.data.settings import DigitsSettings
+
+
+def test_failure_keeps_the_old_file_and_leaves_no_other(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"x": 1})
+    with pytest.raises(KeyboardInterrupt), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="Out of range"):
+        write_json(path, {"x": float("nan")})
+    assert read_json(path) == {"x": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_atomic_makes_folders_and_ordinary_permissions(tmp_path):
+    path = tmp_path / "new" / "folder" / "a.txt"
+    write_text(path, "é")
+    assert path.read_bytes() == "é".encode()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_json_is_sorted_and_repeatable(tmp_path):
+    write_json(tmp_path / "a.json", {"b": [1, 2], "a": None})
+    write_json(tmp_path / "b.json", {"a": None, "b": [1, 2]})
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert list(json.loads((tmp_path / "a.json").read_text())) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("{", "not valid JSON"), ("", "not valid JSON")])
+def test_bad_json_is_named(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=rf"a\.json: {message}"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"top1_percent": None}, "'top1_percent' is null without a reason"),
+        ({"rows": [{"a": {"b": None}}]}, "'b' is null without a reason"),
+        ({"top1_percent": None, "top1_percent_reason": ""}, "without a reason"),
+        ({"loss": float("nan")}, "nan is not a finite number"),
+        ({"rows": [1.0, float("inf")]}, "inf is not a finite number"),
+    ],
+)
+def test_records_refuse_missing_numbers_without_a_reason(tmp_path, metrics, message):
+    with pytest.raises(ValueError, match=message):
+        write_record(tmp_path / "cell", metrics, {}, 1.0)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_record_keeps_what_changes_from_run_to_run_apart(tmp_path):
+    metrics = {"top1_percent": None, "top1_percent_reason": "no GPU", "row": {"x": None, "reason": "out of memory"}, "n": 3}
+    contents = []
+    for seconds in (1.0, 2.0):
+        write_record(tmp_path, metrics, {"params": "abc"}, seconds)
+        contents.append((tmp_path / "metrics.json").read_bytes())
+        assert read_json(tmp_path / "run.json")["seconds"] == seconds
+    assert contents[0] == contents[1]
+    assert json.loads(contents[0]) == {"metrics": metrics, "identity": {"params": "abc"}}
+
+
+FILES = {
+    "repro/__init__.py": "",
+    "repro/core/__init__.py": "from .paths import find",
+    "repro/core/paths.py": "import os",
+    "repro/core/unused.py": "",
+    "repro/data/__init__.py": "",
+    "repro/data/loader.py": "from ..core import paths\nfrom . import sibling\nimport torch",
+    "repro/data/sibling.py": "def f():\n    from .late import g  # imported when called",
+    "repro/data/late.py": "from ..models.vim import Vim",
+    "repro/data/other.py": "",
+    "repro/models/__init__.py": "from .registry import x",
+    "repro/models/registry.py": "",
+    "repro/models/vim.py": "import kernels.scan.op",
+    "repro/models/vittt.py": "",
+    "kernels/__init__.py": "",
+    "kernels/scan/__init__.py": "",
+    "kernels/scan/op.py": "from .reference import scan as reference_scan",
+    "kernels/scan/reference.py": "import numpy.linalg",
+    "stages/__init__.py": "",
+    "stages/train.py": "from repro.data.loader import Loader",
+    "stages/report.py": "import repro.core.paths as p",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_import_closure_by_hand(checkout):
+    core = ["repro/__init__.py", "repro/core/__init__.py", "repro/core/paths.py"]
+    assert import_closure(checkout, ["stages.report"]) == sorted([*core, "stages/__init__.py", "stages/report.py"])
+    assert import_closure(checkout, ["stages.train"]) == sorted(
+        [
+            *core,
+            "kernels/__init__.py",
+            "kernels/scan/__init__.py",
+            "kernels/scan/op.py",
+            "kernels/scan/reference.py",
+            "repro/data/__init__.py",
+            "repro/data/late.py",
+            "repro/data/loader.py",
+            "repro/data/sibling.py",
+            "repro/models/__init__.py",
+            "repro/models/registry.py",
+            "repro/models/vim.py",
+            "stages/__init__.py",
+            "stages/train.py",
+        ]
+    )
+
+
+def test_import_closure_is_what_python_loads():
+    root = Path(__file__).parents[2]
+    code = (
+        "import sys, repro.data.manifest as m; import repro.data.digits, repro.data.tree;"
+        "print(*[x.__file__ for n, x in sys.modules.items() if n.split('.')[0] in ('repro', 'kernels', 'stages')], sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    loaded = sorted(str(Path(line).relative_to(root)) for line in done.stdout.split())
+    assert import_closure(root, ["repro.data.manifest"]) == loaded
+
+
+def test_code_hash_follows_names_and_contents(checkout):
+    files = import_closure(checkout, ["stages.train"])
+    before = hash_files(checkout, files)
+    assert hash_files(checkout, reversed(files)) == before
+    (checkout / "repro/data/other.py").write_text("x = 1")
+    assert hash_files(checkout, import_closure(checkout, ["stages.train"])) == before
+    (checkout / "kernels/scan/reference.py").write_text("import numpy.linalg  # changed")
+    assert hash_files(checkout, files) != before
+
+
+def test_identity_holds_what_explains_a_number(checkout):
+    def identity(**changes):
+        values = {"data_manifest": manifest, "device": "cpu", "dtype": "fp32", "backend": "torch", **changes}
+        return make_identity(checkout, ["stages.train"], DigitsSettings(), **values)
+
+    manifest = checkout / "manifest.json"
+    manifest.write_text("{}")
+    base = identity()
+    assert base["parent_commit"] is None, "this checkout is no Git repository"
+    assert base["versions"]["python"] == sys.version.split()[0]
+    assert identity() == base
+    manifest.write_text("{ }")
+    assert identity()["data_manifest"] != base["data_manifest"]
+    assert identity(data_manifest=None)["data_manifest"] is None

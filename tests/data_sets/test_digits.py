@@ -1,0 +1,93 @@
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from repro.core.errors import UserError
+from repro.data.digits import write_digits
+from repro.data.settings import DigitsSettings
+
+SMALL = DigitsSettings(image_size=16)
+
+
+def content(root: Path) -> dict[str, str]:
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_every_scan_once_with_its_label_and_stratified(tmp_path):
+    write_digits(tmp_path / "digits", SMALL)
+    truth = load_digits()
+    seen = {}
+    for path in (tmp_path / "digits").rglob("*.png"):
+        seen[int(path.stem.removeprefix("scan_"))] = path
+    assert sorted(seen) == list(range(1797))
+    for number, path in seen.items():
+        assert path.parent.name == f"digit_{truth.target[number]}"
+    for digit in range(10):
+        in_val = sum(path.parts[-3] == "val" for path in seen.values() if path.parent.name == f"digit_{digit}")
+        assert abs(in_val - 0.2 * (truth.target == digit).sum()) <= 0.5
+
+
+def test_images_show_the_scans(tmp_path):
+    write_digits(tmp_path / "digits", DigitsSettings(image_size=144))
+    truth = load_digits()
+    paths = sorted((tmp_path / "digits").rglob("*.png"))
+    for path in paths[::100]:
+        with Image.open(path) as image:
+            assert image.size == (144, 144)
+            pixels = np.asarray(image, dtype=float)
+        scan = truth.images[int(path.stem.removeprefix("scan_"))] * 255 / 16
+        blocks = pixels.reshape(8, 18, 8, 18).mean(axis=(1, 3))
+        assert np.corrcoef(blocks.ravel(), scan.ravel())[0, 1] > 0.97
+        assert abs(pixels.mean() - scan.mean()) < 8
+
+
+def test_bytes_depend_on_the_settings_alone(tmp_path):
+    for name in ("one", "two"):
+        write_digits(tmp_path / name, SMALL)
+    write_digits(tmp_path / "two", SMALL)  # over an earlier tree
+    write_digits(tmp_path / "other", DigitsSettings(image_size=16, seed=1))
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert set(content(tmp_path / "one")) != set(content(tmp_path / "other"))
+
+
+def test_new_settings_replace_the_old_tree_and_leave_nothing_else(tmp_path):
+    write_digits(tmp_path / "data" / "digits", SMALL)
+    write_digits(tmp_path / "data" / "digits", DigitsSettings(image_size=24))
+    with Image.open(next((tmp_path / "data").rglob("*.png"))) as image:
+        assert image.size == (24, 24)
+    assert os.listdir(tmp_path / "data") == ["digits"]
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="not ours"):
+        write_digits(tmp_path, SMALL)
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_killed_while_writing_leaves_no_tree(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from repro.data.digits import write_digits;"
+        "from repro.data.settings import DigitsSettings;"
+        "write_digits(Path(sys.argv[1]), DigitsSettings(image_size=1024))"
+    )
+    target = tmp_path / "digits"
+    process = subprocess.Popen([sys.executable, "-c", code, str(target)])
+    deadline = time.monotonic() + 30
+    while not any(tmp_path.rglob("*.png")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert not target.exists()
+    write_digits(target, SMALL)
+    assert len(list(target.rglob("*.png"))) == 1797

@@ -1,0 +1,328 @@
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from repro.core.errors import RunError, UserError
+from repro.data.imagenet import ImageFolder, eval_transform, train_transform
+from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.settings import TransformSettings
+from repro.data.tree import scan_tree
+
+PLAIN = TransformSettings(image_size=16, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+HEAVY = TransformSettings(image_size=16, scale=(0.3, 1.0), color_jitter=0.4, auto_augment="rand-m9-n2-mstd0.5-inc1", re_prob=0.5)
+
+
+def places(images: torch.Tensor) -> list[int]:
+    """The place of each image in the split, read from its pixels (see the fixture)."""
+    return (images.mean(dim=(1, 2, 3)) * 25.5).round().int().tolist()
+
+
+def evaluation(root, **options):
+    return ImageFolder(scan_tree(root, "imagenet"), "val", eval_transform(PLAIN), **options)
+
+
+def training(root, **options):
+    return ImageFolder(scan_tree(root, "imagenet"), "train", train_transform(HEAVY), **options)
+
+
+def spoil(root, split, number):
+    """Cut the files of these places in the split short; returns their paths."""
+    tree = scan_tree(root, "imagenet")
+    paths = [tree.path(split, n) for n in number]
+    for path in paths:
+        os.truncate(path, 30)
+    return paths
+
+
+@pytest.fixture
+def loader_of():
+    made = []
+
+    def make(cls, *args, **options):
+        made.append(cls(*args, **options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+    assert not multiprocessing.active_children(), "close left worker processes behind"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_sees_every_sample_once_with_its_label(root, loader_of, workers, world_size):
+    seen = []
+    for rank in range(world_size):
+        loader = loader_of(EvalLoader, evaluation(root), batch_size=3, workers=workers, rank=rank, world_size=world_size)
+        for repetition in range(2):
+            mine = [pair for images, targets in loader for pair in zip(places(images), targets.tolist())]
+            assert len(mine) in (20 // world_size, 20 // world_size + 1)
+            assert sum(1 for _ in loader) == len(loader)
+        seen += mine
+    labels = [0] * 5 + [1] * 9 + [2] * 6
+    assert sorted(seen) == list(zip(range(20), labels))
+
+
+def test_evaluation_starts_anew_after_a_break(root, loader_of):
+    loader = loader_of(EvalLoader, evaluation(root), batch_size=4, workers=2)
+    for images, _ in loader:
+        break
+    assert [p for images, _ in loader for p in places(images)] == list(range(20))
+
+
+def test_training_epoch_is_a_permutation_without_the_remainder(root, loader_of):
+    dataset = ImageFolder(scan_tree(root, "imagenet"), "train", eval_transform(PLAIN))
+    loader = loader_of(TrainLoader, dataset, batch_size=6, seed=0)
+    epochs = [[p for images, _ in loader.batches(epoch) for p in places(images)] for epoch in range(4)]
+    assert len(loader) == 3
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == 18
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert len({frozenset(epoch) for epoch in epochs}) > 1, "always the same samples are left out"
+
+
+def test_ranks_share_out_the_batches_of_one_process(root, loader_of):
+    dataset = ImageFolder(scan_tree(root, "imagenet"), "train", eval_transform(PLAIN))
+    whole = loader_of(TrainLoader, dataset, batch_size=6, seed=3)
+    parts = [loader_of(TrainLoader, dataset, batch_size=2, seed=3, rank=rank, world_size=3) for rank in range(3)]
+    together = [torch.cat([images for images, _ in batches]) for batches in zip(*(part.batches(5) for part in parts))]
+    expected = [images for images, _ in whole.batches(5)]
+    assert len(together) == len(expected) == 3
+    for ours, theirs in zip(together, expected):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_continuing_in_the_middle_equals_not_stopping(root, loader_of, workers):
+    reference = loader_of(TrainLoader, training(root, seed=7), batch_size=3, seed=7, workers=0)
+    expected = [batch for epoch in range(2) for batch in reference.batches(epoch)]
+    first = loader_of(TrainLoader, training(root, seed=7), batch_size=3, seed=7, workers=workers)
+    got = list(first.batches(0))
+    for number, batch in enumerate(first.batches(1)):
+        got.append(batch)
+        if number == 1:
+            break
+    second = loader_of(TrainLoader, training(root, seed=7), batch_size=3, seed=7, workers=workers)
+    got += second.batches(1, 2)
+    assert len(got) == len(expected) == 12
+    for (ours, our_targets), (theirs, their_targets) in zip(got, expected):
+        assert torch.equal(ours, theirs) and torch.equal(our_targets, their_targets)
+    # and in one loader whose workers were abandoned in mid-epoch
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first.batches(1, 2), expected[8:], strict=True))
+    assert not list(second.batches(1, 6))
+
+
+def test_augmentation_differs_between_epochs_samples_and_seeds(root):
+    one, other = training(root, seed=1), training(root, seed=2)
+    samples = [one[(0, 12)][0], one[(1, 12)][0], other[(0, 12)][0]]
+    assert torch.equal(samples[0], one[(0, 12)][0])
+    for i in range(3):
+        for j in range(i):
+            assert not torch.equal(samples[i], samples[j])
+
+
+def test_loading_leaves_the_global_randomness_alone(root, loader_of):
+    def draws():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    expected = [draws() for _ in range(2)]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    first = draws()
+    for _ in loader_of(TrainLoader, training(root), batch_size=4, seed=0).batches(0):
+        pass
+    for _ in loader_of(EvalLoader, evaluation(root), batch_size=4):
+        pass
+    assert [first, draws()] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_files_are_counted_once_and_replaced_by_the_next(root, loader_of, workers):
+    # places 8, 9 and 19: the neighbour of 8 is unreadable too, the last one's neighbour is the first
+    bad = spoil(root, "train", [8, 9, 19])
+    dataset = ImageFolder(scan_tree(root, "imagenet"), "train", eval_transform(PLAIN), max_unreadable=3)
+    loader = loader_of(TrainLoader, dataset, batch_size=4, seed=0, workers=workers)
+    for epoch in range(2):
+        seen = [pair for images, targets in loader.batches(epoch) for pair in zip(places(images), targets.tolist())]
+        expected = [(0 if p == 19 else 10 if p in (8, 9) else p) for p in range(20)]
+        labels = [0] * 5 + [1] * 9 + [2] * 6
+        assert sorted(seen) == sorted((p, labels[p]) for p in expected)
+    assert dataset.unreadable() == bad
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_unreadable_files_end_the_run_with_one_line(root, loader_of, workers):
+    bad = spoil(root, "train", [3, 8, 15])
+    dataset = training(root, max_unreadable=2)
+    loader = loader_of(TrainLoader, dataset, batch_size=4, seed=0, workers=workers)
+    with pytest.raises(UserError, match=r"unreadable images \(3, at most 2 allowed\)") as caught:
+        list(loader.batches(0))
+    assert "\n" not in str(caught.value) and all(str(path) in str(caught.value) for path in bad)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_replaces_nothing(root, loader_of, workers):
+    (path,) = spoil(root, "val", [11])
+    with pytest.raises(UserError, match=r"unreadable image \(1, at most 0 allowed\)") as caught:
+        list(loader_of(EvalLoader, evaluation(root), batch_size=4, workers=workers))
+    assert str(caught.value).startswith(str(path))
+
+
+def test_nothing_readable_ends(root):
+    spoil(root, "train", range(20))
+    with pytest.raises(UserError, match="not one of 20 images can be read"):
+        training(root, max_unreadable=100)[(0, 4)]
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "header only", "gone"])
+def test_every_kind_of_damage_is_noticed(root, damage):
+    dataset = training(root, max_unreadable=1)
+    path = dataset.tree.path("train", 4)
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        half = whole[: len(whole) // 2]
+        path.write_bytes({"empty": b"", "text": b"not an image", "cut": half, "header only": whole[:33]}[damage])
+    dataset[(0, 4)]
+    assert dataset.unreadable() == [path]
+
+
+def test_batch_larger_than_the_data_set(root):
+    with pytest.raises(UserError, match=r"batch size 7 on 3 process\(es\): only 20 training images"):
+        TrainLoader(training(root), batch_size=7, seed=0, world_size=3)
+
+
+def test_a_dead_worker_is_one_line(root, loader_of):
+    loader = loader_of(EvalLoader, evaluation(root), batch_size=1, workers=1)
+    batches = iter(loader)
+    next(batches)
+    worker = loader._iterator._workers[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()  # the main process hears of it here, and must not be struck by an exception
+    with pytest.raises(RunError, match="a loading process died .* lower runtime.workers"):
+        list(batches)
+
+
+PROGRAM = """
+    import os, signal, sys
+    from pathlib import Path
+    from repro.data.imagenet import ImageFolder, eval_transform
+    from repro.data.loader import EvalLoader
+    from repro.data.settings import TransformSettings
+    from repro.data.tree import scan_tree
+
+    tree = scan_tree(Path(sys.argv[1]), "imagenet")
+    dataset = ImageFolder(tree, "val", eval_transform(TransformSettings(image_size=16)))
+    loader = EvalLoader(dataset, batch_size=1, workers=2)
+    if sys.argv[2] == "signals":
+        received = []
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda signum, frame: received.append(signum))
+        seen = 0
+        for images, targets in loader:
+            seen += len(targets)
+            if seen == 2:
+                os.killpg(0, signal.SIGINT)
+                os.killpg(0, signal.SIGTERM)
+        print(seen, sorted(received), flush=True)
+    else:
+        for images, targets in loader:
+            raise ValueError("the program failed")
+"""
+
+
+@pytest.mark.parametrize(("what", "code", "output"), [("signals", 0, "20 [2, 15]"), ("exception", 1, "")])
+def test_workers_outlive_signals_to_the_group_but_not_the_program(root, what, code, output):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), what],
+        capture_output=True, text=True, timeout=100, start_new_session=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (code, output), done.stderr
+    assert time.monotonic() - started < 100
+
+
+def test_eval_transform_is_resize_centre_crop_normalise(tmp_path):
+    settings = TransformSettings(image_size=8, crop_pct=0.5)
+    pixels = np.zeros((32, 64, 3), dtype=np.uint8)
+    pixels[8:24, 24:40] = (255, 128, 0)  # the centre 16x16, which a short side of 16 shrinks to 8x8
+    tensor = eval_transform(settings)(Image.fromarray(pixels))
+    assert tensor.shape == (3, 8, 8) and tensor.dtype == torch.float32
+    expected = (torch.tensor([255, 128, 0]) / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)
+    torch.testing.assert_close(tensor[:, 2:6, 2:6], expected[:, None, None].expand(3, 4, 4))
+
+
+@pytest.mark.parametrize(("hflip", "flipped"), [(0.0, 0), (1.0, 40)])
+def test_flipping_is_a_parameter(hflip, flipped):
+    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
+    pixels[:, :8] = 255
+    transform = train_transform(TransformSettings(image_size=16, scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=hflip))
+    results = [transform(Image.fromarray(pixels)) for _ in range(40)]
+    assert sum(bool(tensor[0, 8, 0] < tensor[0, 8, 15]) for tensor in results) == flipped
+
+
+@pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "rand-m5-n1", "rand-mstdinf", "rand-m9-tweights", "rand-mmax20-p0.3"])
+def test_randaugment_strings_that_timm_takes(text):
+    train_transform(TransformSettings(image_size=16, auto_augment=text))(Image.new("RGB", (20, 20)))
+
+
+@pytest.mark.parametrize("text", ["rand-m10-n1-p1.0-inc1", "rand-m0-n1-p1.0"])
+def test_posterisation_to_no_bits_is_black(text):
+    # timm asks for int(4 - 10 / 10 * 4) = 0 and int(0 / 10 * 4) = 0 bits here; a value keeps v & 0 = 0
+    transform = train_transform(TransformSettings(image_size=16, auto_augment=text, mean=(0, 0, 0), std=(1, 1, 1)))
+    (step,) = [step for step in transform.transforms if hasattr(step, "ops")]
+    step.ops = [op for op in step.ops if op.name.startswith("Posterize")]
+    assert len(step.ops) == 1
+    assert not transform(Image.new("RGB", (16, 16), (200, 100, 50))).any()
+
+
+@pytest.mark.parametrize("text", ["rand-m1-n1-p1.0-inc1", "rand-m10-n1-p1.0"])
+def test_posterisation_otherwise(text):
+    # 4 - int(1 / 10 * 4) = 4 and int(10 / 10 * 4) = 4 bits: the lower 4 are cleared
+    transform = train_transform(TransformSettings(image_size=16, auto_augment=text, mean=(0, 0, 0), std=(1, 1, 1)))
+    (step,) = [step for step in transform.transforms if hasattr(step, "ops")]
+    step.ops = [op for op in step.ops if op.name.startswith("Posterize")]
+    values = transform(Image.new("RGB", (16, 16), (200, 100, 50)))[:, 8, 8] * 255
+    assert values.round().tolist() == [200 & 0xF0, 100 & 0xF0, 50 & 0xF0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("auto_augment", "rand"),
+        ("auto_augment", "rand-q9"),
+        ("auto_augment", "autoaugment"),
+        ("scale", (1.0, 0.5)),
+        ("ratio", (1.0,)),
+        ("mean", (0.5,)),
+        ("std", (0.5, 0.5)),
+    ],
+)
+def test_bad_transform_settings(field, value):
+    with pytest.raises(ValueError, match=field):
+        TransformSettings(image_size=16, **{field: value})
+
+
+def test_preprocessing_travels_with_weights_and_is_read_from_timm():
+    settings = TransformSettings(image_size=48, scale=(0.5, 1.0), interpolation="bilinear", crop_pct=0.9, mean=(0.1, 0.2, 0.3))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 50, 3), dtype=np.uint8))
+    again = TransformSettings.from_preprocessing(settings.preprocessing())
+    assert torch.equal(eval_transform(again)(picture), eval_transform(settings)(picture))
+    assert eval_transform(TransformSettings.from_preprocessing(settings.preprocessing(), 32))(picture).shape == (3, 32, 32)
+    config = timm.get_pretrained_cfg("deit_tiny_patch16_224.fb_in1k").to_dict()
+    theirs = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=config))
+    assert torch.equal(eval_transform(TransformSettings.from_preprocessing(config))(picture), theirs(picture))

@@ -1,0 +1,85 @@
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.core.record import read_json
+from repro.core.runtime import Runtime
+from repro.data.manifest import open_root, read_manifest
+from stages import environment
+from stages.prepare_data import PrepareData, run
+
+DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1438, "val": 359}, "generate": {"image_size": 16}}
+
+
+def params(**changes):
+    return build(PrepareData, {**DIGITS, **changes}, "prepare_data.digits")
+
+
+def test_digits_end_to_end_and_again(tmp_path):
+    paths, runtime = Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"})
+    folder = paths.cell("prepare_data", "digits")
+    contents = []
+    for _ in range(2):
+        run(params(), paths, runtime, "digits")
+        contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
+    assert contents[0] == contents[1]
+    metrics = read_json(folder / "metrics.json")["metrics"]
+    assert (metrics["classes"], metrics["train_images"], metrics["val_images"], metrics["departures"]) == (10, 1438, 359, 0)
+    manifest = read_manifest(folder / "manifest.json")
+    assert manifest.classes == {f"digit_{i}": i for i in range(10)}
+    open_root(tmp_path / "data" / "digits", manifest)
+
+
+def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
+    wrong = params(expected={"classes": 10, "train": 1437, "val": 360})
+    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 1,437 expected, .* holds 1,438"):
+        run(wrong, Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"}), "mine")
+    assert not (tmp_path / "results").exists()
+
+
+def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
+    for split in ("train", "val"):
+        for name, wnid in {"ant": "n01440764", "bee": "n01443537", "cat": "n15075141"}.items():
+            (root / split / name).rename(root / split / wnid)
+    cell = build(PrepareData, {"kind": "imagenet", "expected": {"classes": 3, "train": 20, "val": 20}}, "x")
+    before = sorted(root.rglob("*"))
+    run(cell, Paths(tmp_path), Runtime(data_roots={"imagenet": str(root)}), "subset")
+    manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
+    assert len(manifest.departures) == 3 and manifest.generated is None
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generate": None}, "generate: needed for kind digits"),
+        ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
+        ({"kind": "imagnet"}, "is not one of digits, imagenet; did you mean 'imagenet'"),
+        ({"expected": {"classes": 10, "train": 0, "val": 1}}, r"expected\.train: 0 is out of range"),
+    ],
+)
+def test_bad_params(changes, message):
+    with pytest.raises(UserError, match=message):
+        params(**changes)
+
+
+def test_environment_repeats_itself_without_torch(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from repro.core.paths import Paths; from stages import environment;"
+        "environment.run(Paths(Path(sys.argv[1]))); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=True)
+    path = tmp_path / "results/environment/metrics.json"
+    first = path.read_bytes()
+    environment.run(Paths(tmp_path))
+    assert path.read_bytes() == first
+    record = read_json(path)
+    assert record["identity"]["versions"]["python"] == platform.python_version()
+    assert record["metrics"]["cores"] >= record["metrics"]["usable_cores"] >= 1
+    assert sorted(p.name for p in tmp_path.rglob("*.json")) == ["metrics.json"], "run.json holds a date and a host"
