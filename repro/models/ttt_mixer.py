@@ -1,0 +1,167 @@
+"""The TTT mixer: the first half of a Vittt block after its convolution and LayerNorm (Algorithm 1, Eq. 11 and 12).
+
+Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d), R directions (1 or 2), C chunk length.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import ttt_linear, ttt_linear_bidir
+
+Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
+W0Mode = Literal["per_direction", "shared", "frozen"]
+# Table 3, in the paper's order: every snapshot has what the ones before it have, but for W_q, which share_qk drops
+DESIGNS: tuple[Design, ...] = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
+W0_MODES: tuple[W0Mode, ...] = ("per_direction", "shared", "frozen")
+
+CONV_KERNEL = 4
+ETA_BASE = 1.0
+
+
+def design_has(design: Design, part: Design) -> bool:
+    """Whether a snapshot of the design route has the part that the snapshot `part` introduced."""
+    return DESIGNS.index(design) >= DESIGNS.index(part)
+
+
+class TTTMixer(nn.Module):
+    """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
+
+    Args:
+        dim: width D.
+        num_heads: heads H; D must be a multiple of it.
+        num_tokens: tokens that the model is built for; the length of the learned token scale when `chunk_size` is 0.
+        design: snapshot of the design route, Table 3.
+        chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
+        w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
+        eps: of the LayerNorms, inner and outer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        design: Design = "conv2d",
+        chunk_size: int = 16,
+        w0: W0Mode = "per_direction",
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.chunk_size, self.eps, self.backend = chunk_size, eps, "auto"
+        self.directions = 2 if design_has(design, "dual") else 1
+        self.separate_q = not design_has(design, "share_qk")
+        self.has_gate = design_has(design, "gating")
+        self.has_conv1d = design_has(design, "conv1d")
+
+        R, H, d = self.directions, num_heads, self.head_dim
+        # one matrix for every bias-free projection of x, in the order of `_split`: gate, q, k (or kq), v; directions inside
+        self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
+        self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
+        self.lr_proj = nn.Linear(dim, num_heads)  # shared by both directions
+        if self.has_conv1d:
+            # nn.Conv1d holds (and initialises) the weights; they are in scan order, forth then back
+            self.conv_k = nn.Conv1d(R * dim, R * dim, CONV_KERNEL, groups=R * dim)
+            self.conv_q = nn.Conv1d(R * dim, R * dim, CONV_KERNEL, groups=R * dim)
+        state = torch.empty(1 if w0 == "shared" else R, H, d, d)
+        if w0 == "frozen":
+            self.register_buffer("W0", state)
+        else:
+            self.W0 = nn.Parameter(state)
+        self.b0 = nn.Parameter(torch.empty(R, H, d))
+        self.ln_weight = nn.Parameter(torch.empty(R, H, d))
+        self.ln_bias = nn.Parameter(torch.empty(R, H, d))
+        self.token_scale = nn.Parameter(torch.empty(R, chunk_size or num_tokens))  # delta of c[j] = max(0, 1/(j+1) + delta_j)
+        self.post_norm = nn.LayerNorm(dim, eps=eps)
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise what this module owns; convolutions keep PyTorch's default."""
+        for linear in (self.in_proj, self.out_proj):
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+        nn.init.normal_(self.lr_proj.weight, std=0.02)
+        nn.init.zeros_(self.lr_proj.bias)
+        nn.init.normal_(self.W0, std=0.02)
+        nn.init.zeros_(self.b0)
+        nn.init.ones_(self.ln_weight)
+        nn.init.zeros_(self.ln_bias)
+        nn.init.zeros_(self.token_scale)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x_BTD: normalised tokens (B, T, D), T >= 1.
+
+        Returns:
+            (B, T, D) in the dtype of `x_BTD` (of the autocast mode, where one is on), to be added to the residual stream.
+        """
+        parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
+        gate = F.gelu(parts.pop(0), approximate="tanh") if self.has_gate else None
+        v, k = parts.pop(), parts.pop()
+        q = parts.pop() if self.separate_q else k
+        if self.has_conv1d:
+            padded = self._pad_causal(k)
+            k = self._conv(padded, self.conv_k)
+            q = self._conv(padded, self.conv_q)
+        z = self._learn(q, k, v, self.learning_rate(x_BTD))
+        z = self.post_norm(z)
+        return self.out_proj(z if gate is None else gate * z)
+
+    def learning_rate(self, x_BTD: Tensor) -> Tensor:
+        """Inner learning rates (B, T, H): eta_base · sigmoid(x_t · w_h + a_h) / d."""
+        return torch.sigmoid(self.lr_proj(x_BTD)) * (ETA_BASE / self.head_dim)
+
+    def scale_per_token(self, chunk_size: int) -> Tensor:
+        """c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
+        delta = self.token_scale[:, :chunk_size]
+        delta = F.pad(delta, (0, chunk_size - delta.shape[1]))
+        index = torch.arange(1, chunk_size + 1, device=delta.device, dtype=delta.dtype)
+        return F.relu(1 / index + delta)
+
+    def _learn(self, q: Tensor, k: Tensor, v: Tensor, lr_BTH: Tensor) -> Tensor:
+        B, T, _ = v.shape
+        R, H, d = self.directions, self.num_heads, self.head_dim
+        chunk_size = self.chunk_size or T
+        scale = self.scale_per_token(chunk_size)
+        W0 = self.W0.expand(R, H, d, d)
+        if R == 1:
+            q, k, v = (t.view(B, T, H, d) for t in (q, k, v))
+            z = ttt_linear(
+                q, k, v, lr_BTH, scale[0], W0[0], self.b0[0], self.ln_weight[0], self.ln_bias[0],
+                chunk_size=chunk_size, eps=self.eps, backend=self.backend,
+            )  # fmt: skip
+            return z.reshape(B, T, H * d)
+        q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
+        z = ttt_linear_bidir(
+            q, k, v, lr_BTH, scale, W0, self.b0, self.ln_weight, self.ln_bias,
+            chunk_size=chunk_size, eps=self.eps, backend=self.backend,
+        )  # fmt: skip
+        return (z[:, :, 0] + z[:, :, 1]).reshape(B, T, H * d)
+
+    def _pad_causal(self, x: Tensor) -> Tensor:
+        """(B, T, R·D) -> (B, T+3, R·D): zeros before the first token in scan order, that is behind the last one for the back half."""
+        pad = CONV_KERNEL - 1
+        if self.directions == 1:
+            return F.pad(x, (0, 0, pad, 0))
+        forth, back = x.chunk(2, dim=-1)
+        return torch.cat((F.pad(forth, (0, 0, pad, 0)), F.pad(back, (0, 0, 0, pad))), dim=-1)
+
+    def _conv(self, padded: Tensor, conv: nn.Conv1d) -> Tensor:
+        """Causal depth-wise convolution in scan order on tokens that stay token-major: (B, T+3, R·D) -> (B, T, R·D).
+
+        As a 2-D convolution of height 1: its channels-last path needs no transposed copy (several times faster on CPUs than conv1d).
+        """
+        weight = conv.weight
+        if self.directions == 2:
+            forth, back = weight.chunk(2)
+            weight = torch.cat((forth, back.flip(-1)))
+        out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight.unsqueeze(2), conv.bias, groups=weight.shape[0])
+        return out.squeeze(2).transpose(1, 2).contiguous()

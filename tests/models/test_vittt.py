@@ -1,0 +1,288 @@
+"""Vittt against the paper's arithmetic, against a token-by-token reading of Algorithm 1, and against timm's conventions."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import repro.models  # noqa: F401  registers the models
+from repro.models.ttt_mixer import DESIGNS, W0_MODES, TTTMixer
+from repro.models.vittt import POOLS, Vittt, class_positions, insert_tokens, remove_tokens
+
+
+def nano(**options) -> Vittt:
+    torch.manual_seed(0)
+    return timm.create_model("vittt_nano_patch16_144", **{"num_classes": 10, **options}).eval()
+
+
+def shaken(model: torch.nn.Module) -> torch.nn.Module:
+    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+# by hand from section 6 of the arithmetic: T=192, 12 layers, 3 heads of 64, chunk 16
+D, L, HEADS, CHUNK = 192, 12, 3, 16
+SHELL = (768 * D + D) + 196 * D + (1000 * D + 1000) + 2 * D  # patch conv, positions, head, final norm
+MLP = 3 * D * 512 + 2 * 512 + D
+PER_DIRECTION = HEADS * 64 * 64 + 3 * HEADS * 64 + CHUNK  # W0; b0, gamma, mu; delta
+COMMON = SHELL + L * (4 * D + MLP + (D * HEADS + HEADS) + 2 * D)  # two LayerNorms, SwiGLU, learning rate, post-norm
+CONV1D = 2 * (D * 4 + D)
+ROUTE = {
+    "ttt_layer": COMMON + L * (4 * D * D + PER_DIRECTION),
+    "share_qk": COMMON + L * (3 * D * D + PER_DIRECTION),
+    "gating": COMMON + L * (4 * D * D + PER_DIRECTION),
+    "conv1d": COMMON + L * (4 * D * D + PER_DIRECTION + CONV1D),
+    "dual": COMMON + L * (6 * D * D + 2 * (PER_DIRECTION + CONV1D)),
+    "conv2d": COMMON + L * (6 * D * D + 2 * (PER_DIRECTION + CONV1D) + 9 * D),
+}
+ROUTE_M = {"ttt_layer": "5.877", "share_qk": "5.435", "gating": "5.877", "conv1d": "5.900", "dual": "6.962", "conv2d": "6.983"}
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_parameters_of_the_design_route(design):
+    with torch.device("meta"):
+        model = timm.create_model("vittt_tiny_patch16_224", design=design)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == ROUTE[design]
+    assert f"{count / 1e6:.3f}" == ROUTE_M[design]
+
+
+@pytest.mark.parametrize(("size", "millions"), [("small", "26.365"), ("base", "102.329")])
+def test_parameters_of_the_sizes(size, millions):
+    with torch.device("meta"):
+        model = timm.create_model(f"vittt_{size}_patch16_224")
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.3f}" == millions
+
+
+@pytest.mark.parametrize(("mode", "states"), [("per_direction", 2), ("shared", 1), ("frozen", 0)])
+def test_w0_modes_differ_by_their_learned_states(mode, states):
+    model = nano(w0=mode)
+    learned = sum(p.numel() for name, p in model.named_parameters() if name.endswith("mixer.W0"))
+    assert learned == 4 * states * 64 * 64
+    assert all(block.mixer.W0.std() > 0.015 for block in model.blocks)
+
+
+def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
+    """Section 2 of the model's definition, token by token in fp64, sharing no code with the mixer or the kernels."""
+    D, H = mixer.dim, mixer.num_heads
+    d, T = D // H, x.shape[1]
+    weights = list(mixer.in_proj.weight.split(D))
+    gate = weights.pop(0) if mixer.has_gate else None
+    q_or_kq = [weights.pop(0) for _ in range(mixer.directions)]
+    k_weights = [weights.pop(0) for _ in range(mixer.directions)] if mixer.separate_q else q_or_kq
+    v_weights = [weights.pop(0) for _ in range(mixer.directions)]
+    assert not weights
+    total = torch.zeros_like(x)
+    for r in range(mixer.directions):
+        for b in range(x.shape[0]):
+            order = list(range(T)) if r == 0 else list(range(T - 1, -1, -1))
+            tokens = x[b, order]
+            q, k, v = tokens @ q_or_kq[r].T, tokens @ k_weights[r].T, tokens @ v_weights[r].T
+            if mixer.has_conv1d:
+                convolved = []
+                for source, conv in ((q, mixer.conv_q), (k, mixer.conv_k)):
+                    w, bias = conv.weight[r * D : (r + 1) * D, 0], conv.bias[r * D : (r + 1) * D]
+                    out = torch.stack([bias + sum(w[:, 3 - j] * source[t - j] for j in range(4) if t >= j) for t in range(T)])
+                    convolved.append(out)
+                q, k = convolved
+            lr = torch.sigmoid(tokens @ mixer.lr_proj.weight.T + mixer.lr_proj.bias) / d
+            for h in range(H):
+                part = slice(h * d, (h + 1) * d)
+                W, beta = mixer.W0[min(r, mixer.W0.shape[0] - 1), h], mixer.b0[r, h]
+                gamma, mu = mixer.ln_weight[r, h], mixer.ln_bias[r, h]
+                chunk = mixer.chunk_size or T
+                for start in range(0, T, chunk):
+                    sum_W, sum_b = torch.zeros_like(W), torch.zeros_like(beta)
+                    for j, t in enumerate(range(start, min(start + chunk, T))):
+                        # the inner gradient at the chunk's start state, by autograd
+                        z = (k[t, part] @ W + beta).detach().requires_grad_()
+                        loss = 0.5 * (F.layer_norm(z, (d,), gamma, mu, 1e-6) - (v[t, part] - k[t, part])).square().sum()
+                        (G,) = torch.autograd.grad(loss, z)
+                        sum_W = sum_W + lr[t, h] * torch.outer(k[t, part], G)
+                        sum_b = sum_b + lr[t, h] * G
+                        delta = float(mixer.token_scale[r, j].detach()) if j < mixer.token_scale.shape[1] else 0.0
+                        c = max(0.0, 1 / (j + 1) + delta)
+                        y = q[t, part] @ (W - c * sum_W) + beta - c * sum_b
+                        total[b, order[t], part] += q[t, part] + F.layer_norm(y, (d,), gamma, mu, 1e-6)
+                    W, beta = W - c * sum_W, beta - c * sum_b
+    z = F.layer_norm(total, (D,), mixer.post_norm.weight, mixer.post_norm.bias, 1e-6)
+    if gate is not None:
+        z = F.gelu(x @ gate.T, approximate="tanh") * z
+    return z @ mixer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("design", DESIGNS[:-1])
+@pytest.mark.parametrize(("chunk_size", "w0"), [(4, "per_direction"), (0, "shared"), (4, "frozen")])
+def test_mixer_equals_algorithm_1_by_hand(design, chunk_size, w0):
+    torch.manual_seed(0)
+    mixer = shaken(TTTMixer(8, 2, 5, design=design, chunk_size=chunk_size, w0=w0).double())
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    with torch.no_grad():
+        ours = mixer(x)
+    expected = mixer_by_hand(mixer, x).detach()
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_block_is_equation_9_with_the_convolution_on_the_stream():
+    model = shaken(nano()).double()
+    block = model.blocks[1]
+    x = torch.randn(2, 12, 64, dtype=torch.float64)
+    y = x + F.conv2d(x.mT.reshape(2, 64, 3, 4), block.dwconv.weight, padding=1, groups=64).flatten(2).mT
+    y = y + block.mixer(F.layer_norm(y, (64,), block.norm1.weight, block.norm1.bias, 1e-6))
+    n = F.layer_norm(y, (64,), block.norm2.weight, block.norm2.bias, 1e-6)
+    m = block.mlp
+    hidden = F.silu(F.linear(n, m.fc1_g.weight, m.fc1_g.bias)) * F.linear(n, m.fc1_x.weight, m.fc1_x.bias)
+    expected = y + F.linear(hidden, m.fc2.weight, m.fc2.bias)
+    assert hidden.shape[-1] == int(8 * 64 / 3)
+    torch.testing.assert_close(block(x, (3, 4)), expected)
+
+
+@pytest.mark.parametrize(("pool", "num_patches", "positions"), [("mean", 6, ()), ("head", 6, (0,)), ("mid", 7, (3,)), ("double", 6, (0, 7))])
+def test_class_tokens_sit_where_table_4_says(pool, num_patches, positions):
+    assert class_positions(pool, num_patches) == positions
+    tokens, extra = torch.randn(2, num_patches, 3), torch.full((2, len(positions), 3), 9.0)
+    merged = insert_tokens(tokens, extra, positions)
+    assert merged.shape[1] == num_patches + len(positions)
+    assert all((merged[:, p] == 9).all() for p in positions)
+    assert torch.equal(remove_tokens(merged, positions), tokens)
+
+
+@pytest.mark.parametrize("pool", ["head", "mid", "double"])
+def test_class_tokens_skip_the_convolution(pool):
+    block = shaken(nano(pool=pool)).blocks[0]
+    positions = class_positions(pool, 12)
+    x = torch.randn(2, 12 + len(positions), 64)
+    out = block._convolve(x, (3, 4))
+    assert (out[:, list(positions)] == 0).all()
+    plain = shaken(nano()).blocks[0]
+    plain.dwconv.load_state_dict(block.dwconv.state_dict())
+    patches = remove_tokens(x, positions)
+    torch.testing.assert_close(remove_tokens(out, positions), plain._convolve(patches, (3, 4)))
+
+
+def test_pooling_strategies_by_hand():
+    tokens = torch.tensor([[[1.0, 0], [0, 3], [2, 2], [0, 1]]])
+    expected = {"mean": [0.75, 1.5], "max": [0, 3], "head": [1, 0], "mid": [0, 3], "double": [0.5, 0.5]}
+    for pool, feature in expected.items():
+        model = Vittt(img_size=16, embed_dim=2, num_heads=1, depth=1, pool=pool, num_classes=0)
+        assert model.forward_head(tokens).tolist() == [feature], pool
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
+def test_any_grid_and_every_pool(pool, size):
+    model = nano(pool=pool)
+    image = torch.randn(2, 3, *size)
+    h, w = size[0] // 16, size[1] // 16
+    with torch.no_grad():
+        assert model(image).shape == (2, 10)
+        final, maps = model.forward_intermediates(image, indices=[0, 3], norm=True)
+    assert [m.shape for m in maps] == [(2, 64, h, w)] * 2
+    assert final.shape[1] == h * w + len(model.prefix_positions(h * w))
+    last = remove_tokens(final, model.prefix_positions(h * w)).mT.reshape(2, 64, h, w)
+    torch.testing.assert_close(maps[-1], last)
+
+
+@pytest.mark.parametrize("size", [(143, 144), (8, 144), (144, 150)])
+def test_sizes_off_the_patch_grid_are_refused(size):
+    with pytest.raises(ValueError, match="multiples of the patch size 16"):
+        nano()(torch.randn(1, 3, *size))
+
+
+def test_position_embedding_is_resampled_bicubically_without_antialias():
+    model = shaken(nano())
+    image = torch.zeros(1, 3, 80, 48)
+    with torch.no_grad():
+        tokens, grid = model.embed(image)
+    table = model.pos_embed.reshape(1, 9, 9, 64).permute(0, 3, 1, 2)
+    expected = F.interpolate(table, size=(5, 3), mode="bicubic", antialias=False).flatten(2).mT + model.patch_embed.bias
+    assert grid == (5, 3)
+    torch.testing.assert_close(tokens, expected)
+
+
+@pytest.mark.parametrize("option", [{"design": "conv3d"}, {"pool": "avg"}, {"w0": "learned"}, {"chunk_size": -1}])
+def test_unknown_options_are_refused(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        nano(**option)
+
+
+@pytest.mark.parametrize("options", [{}, {"design": "ttt_layer"}, {"pool": "double", "w0": "shared"}, {"w0": "frozen", "chunk_size": 0}])
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(options):
+    model = shaken(nano(**options)).train()
+    image = torch.randn(2, 3, 64, 80)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(image).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        if "token_scale" not in name:  # delta of tokens beyond the longest chunk has no effect
+            assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_images_do_not_see_each_other_and_nothing_is_left_behind():
+    """The inner state starts from W0 for every image of every batch: what is learned at test time is forgotten after it."""
+    model = shaken(nano())
+    images = torch.randn(3, 3, 144, 144)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        together = model(images)
+        alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = timm.create_model("vittt_tiny_patch16_224", depth=2)
+    mixer = model.blocks[0].mixer
+    for weight in (mixer.in_proj.weight, mixer.out_proj.weight, model.blocks[0].mlp.fc1_g.weight, model.pos_embed, mixer.W0, mixer.lr_proj.weight):
+        assert math.isclose(weight.detach().std().item(), 0.02, rel_tol=0.1) and abs(weight.detach().mean().item()) < 4e-3
+    for zero in (mixer.b0, mixer.ln_bias, mixer.token_scale, mixer.lr_proj.bias, model.head.bias, model.blocks[0].mlp.fc2.bias):
+        assert not zero.any()
+    assert (mixer.ln_weight == 1).all() and (mixer.post_norm.weight == 1).all()
+    scale = mixer.scale_per_token(16)
+    torch.testing.assert_close(scale, (1 / torch.arange(1, 17)).expand(2, 16))
+
+
+def test_weight_decay_exemptions_and_layers():
+    model = nano(pool="head")
+    exempt = model.no_weight_decay()
+    assert {"pos_embed", "cls_token", "cls_pos_embed", "blocks.3.mixer.b0", "blocks.0.mixer.token_scale", "blocks.0.mixer.ln_weight"} <= exempt
+    assert not any(name.endswith(("W0", "proj.weight")) for name in exempt)
+    groups = timm.models.group_parameters(model, model.group_matcher())
+    assert sorted(name for names in groups.values() for name in names) == sorted(name for name, _ in model.named_parameters())
+    assert set(groups[0]) == {"cls_token", "cls_pos_embed", "pos_embed", "patch_embed.weight", "patch_embed.bias"}
+
+
+def test_features_only_agrees_with_feature_info():
+    backbone = timm.create_model("vittt_nano_patch16_144", features_only=True, out_indices=(0, 2))
+    maps = backbone(torch.randn(1, 3, 96, 64))
+    assert [m.shape for m in maps] == [(1, 64, 6, 4)] * 2
+    assert backbone.feature_info.channels() == [64, 64] and backbone.feature_info.reduction() == [16, 16]
+    assert not any(name.startswith(("blocks.3", "head")) for name, _ in backbone.named_parameters())
+
+
+def test_reset_classifier():
+    model = nano()
+    model.reset_classifier(7)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
+    model.reset_classifier(0)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 64)
+    with pytest.raises(ValueError, match="global_pool"):
+        model.reset_classifier(7, "token")
+
+
+def test_w0_modes_and_designs_are_all_registered_names():
+    assert set(timm.list_models("vittt_*")) == {
+        "vittt_tiny_patch16_224", "vittt_small_patch16_224", "vittt_base_patch16_224", "vittt_nano_patch16_144",
+    }  # fmt: skip
+    assert len(W0_MODES) == 3
