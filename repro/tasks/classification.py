@@ -1,0 +1,87 @@
+"""Image classification: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from torch import Tensor, nn
+
+from ..data.loader import Batch, EvalLoader, TrainLoader
+from .params import MixParams
+
+
+class Classification:
+    """The engine's task: see `repro.engine.loop.Task`.
+
+    Args:
+        model: images (B, 3, H, W) -> logits (B, num_classes).
+        train: training batches.
+        val: validation batches, every sample once.
+        batch_size: images per step.
+        mix: softening of the targets; a mixed batch must be even.
+        num_classes: classes of the data set.
+        device: where the model lies.
+    """
+
+    def __init__(
+        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, batch_size: int, mix: MixParams, num_classes: int, device: torch.device
+    ):
+        self.model, self.train, self.val, self.device = model, train, val, device
+        self.batch_size, self.steps_per_epoch = batch_size, len(train)
+        self.label_smoothing = mix.label_smoothing
+        self.mixup = None
+        if mix.mixup or mix.cutmix:
+            self.mixup = Mixup(
+                mixup_alpha=mix.mixup,
+                cutmix_alpha=mix.cutmix,
+                prob=mix.prob,
+                switch_prob=mix.switch_prob,
+                label_smoothing=mix.label_smoothing,
+                num_classes=num_classes,
+            )
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on."""
+        return self.train.batches(epoch, start)
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """Cross-entropy with softened targets."""
+        images, targets = (t.to(self.device, non_blocking=True) for t in batch)
+        if self.mixup is None:
+            return {"loss": F.cross_entropy(self.model(images).float(), targets, label_smoothing=self.label_smoothing)}
+        images, soft = self.mixup(images, targets)
+        return {"loss": F.cross_entropy(self.model(images).float(), soft)}
+
+    def evaluate(self) -> dict[str, float]:
+        """Top-1 and top-5 in percent and the plain cross-entropy, over the whole validation split."""
+        return accuracy(self.model, self.val, self.device)
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> dict[str, float]:
+    """Accuracy of a model in eval mode.
+
+    Args:
+        model: images (B, 3, H, W) -> logits (B, num_classes).
+        batches: images and integer targets.
+        device: where the model lies.
+
+    Returns:
+        `val_loss`, `top1_percent`, `top5_percent` and `images`, the number of images seen.
+    """
+    loss = top1 = top5 = images_seen = 0.0
+    for images, targets in batches:
+        targets = targets.to(device)
+        logits = model(images.to(device)).float()
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+        top1 += int(ranked[:, 0].sum())
+        top5 += int(ranked.any(dim=1).sum())
+        images_seen += len(targets)
+    return {
+        "val_loss": loss / images_seen,
+        "top1_percent": 100 * top1 / images_seen,
+        "top5_percent": 100 * top5 / images_seen,
+        "images": images_seen,
+    }
