@@ -1,0 +1,77 @@
+"""How fast the op `ttt_linear_bidir` runs, as a share of the matrix-product rate of the same machine at the same moment."""
+
+import statistics
+from typing import Any
+
+import torch
+
+from kernels import selected_backend, ttt_linear_bidir
+
+from .speed import DTYPES, STEP_TIMERS, median_interval
+from .terms import ttt_linear_macs
+
+
+def op_rate(
+    *, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, matmul_side: int, repeats: int, device: str, dtype: str, backend: str
+) -> dict[str, Any]:
+    """Time the op and a square matrix product in turn, so that a drifting clock or a busy machine meets both alike.
+
+    Args:
+        batch, tokens, heads, head_dim, chunk_size: sizes of the op; both directions run.
+        matmul_side: n of the n x n x n product.
+        repeats: timed turns, after one that is not timed.
+        device: `cpu` or `cuda`.
+        dtype: fp32 (PyTorch's default for products, without TF32), bf16 or fp16.
+        backend: see `kernels.ttt_linear`.
+
+    Returns:
+        {matmul_gflop_per_s, op_gflop_per_s, share_of_matmul_rate, share_ci95, op_ms, matmul_ms, op_samples_ms,
+        matmul_samples_ms, sizes, backend}: rates from median times, 2 FLOPs per MAC, the op's MACs by `terms.ttt_linear_macs`;
+        `share_ci95` is the interval of the median over the per-turn shares.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    cast = getattr(torch, DTYPES[dtype])
+    q, k, v = (random(batch, tokens, 2, heads, head_dim, dtype=cast) for _ in range(3))
+    lr = torch.sigmoid(random(batch, tokens, heads)) / head_dim
+    scale = (1 / torch.arange(1, chunk_size + 1, device=device)).repeat(2, 1)
+    W0, b0 = 0.02 * random(2, heads, head_dim, head_dim), torch.zeros(2, heads, head_dim, device=device)
+    weight, bias = torch.ones_like(b0), torch.zeros_like(b0)
+    a, b = (random(matmul_side, matmul_side, dtype=cast) for _ in range(2))
+    steps = {
+        "matmul": lambda: a @ b,
+        "op": lambda: ttt_linear_bidir(
+            q, k, v, lr, scale, W0, b0, weight, bias, chunk_size=chunk_size, backend=backend
+        ),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    timer = STEP_TIMERS[torch.device(device).type]
+    with torch.inference_mode():
+        for turn in range(repeats + 1):
+            for name, step in steps.items():
+                elapsed_ms = timer(step)
+                if turn:
+                    samples[name].append(elapsed_ms)
+
+    gflop = {"matmul": 2 * matmul_side**3 / 1e9, "op": 2 * 2 * batch * ttt_linear_macs(tokens, heads, head_dim, chunk_size) / 1e9}
+    rate = {name: gflop[name] / (statistics.median(samples[name]) / 1e3) for name in steps}
+    shares = [
+        (gflop["op"] / op_ms) / (gflop["matmul"] / matmul_ms)
+        for op_ms, matmul_ms in zip(samples["op"], samples["matmul"], strict=True)
+    ]
+    interval = median_interval(shares)
+    return {
+        "matmul_gflop_per_s": rate["matmul"],
+        "op_gflop_per_s": rate["op"],
+        "share_of_matmul_rate": rate["op"] / rate["matmul"],
+        "share_ci95": list(interval) if interval else None,
+        **{f"{name}_ms": statistics.median(samples[name]) for name in steps},
+        **{f"{name}_samples_ms": [round(s, 3) for s in samples[name]] for name in steps},
+        "backend": selected_backend(backend, torch.device(device)),
+        "sizes": {
+            "batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "chunk_size": chunk_size, "matmul_side": matmul_side,
+        },
+    }  # fmt: skip
