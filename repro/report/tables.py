@@ -1,0 +1,316 @@
+"""results/tables.md from the verdicts and the records. The same records give the same bytes: no dates, no order of chance."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .claims import STATUSES, Status, Verdict, decimals, status_counts
+from .ledger import Claim, Entry, Ledger, Table
+from .sources import Results, SpeedGroup
+
+KINDS = {
+    "count": "parameters, FLOPs",
+    "accuracy": "accuracy (Top-1, AP, mIoU)",
+    "speed": "speed, memory",
+    "statement": "statements, formulas",
+    "setting": "settings, definitions",
+    "data": "sizes of data sets",
+}
+HEADLINES = (
+    "text.abstract.",
+    "text.5_3.flops_saved_1280",
+    "text.5_3.speedup_1280",
+    "text.5_3.memory_saved_1280",
+    "text.5_3.faster_than_vim",
+)
+MARKS: dict[Status, str] = {"matched": "✓", "differs": "≠", "not measured": "–", "paper inconsistent": "⚠"}
+
+
+def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results, profile: str | None) -> str:
+    """The page that a reader opens first.
+
+    Args:
+        ledger: what the paper says.
+        verdicts: what became of it.
+        results: the records, for what is shown beside the comparison.
+        profile: the profile that params.yaml equals; None when it was edited.
+    """
+    parts = [
+        _head(ledger, profile),
+        _summary(verdicts),
+        _headlines(ledger, verdicts),
+        *(_table(table, verdicts) for table in ledger.tables),
+        _efficiency(results),
+        _mini(results),
+        _claims(ledger, verdicts),
+        _contradictions(verdicts),
+        _not_measured(verdicts),
+        _provenance(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(ledger: Ledger, profile: str | None) -> str:
+    named = f"the `{profile}` profile" if profile else "edited parameters that equal no profile"
+    paper = ledger.paper
+    return f"""# The paper's numbers and ours
+
+*{paper.title}*, {paper.version}: every number of its tables and text beside ours.
+`repro report` writes this page from the records under `results/` and from the ledger `repro/report/paper.yaml`; code sets every
+status. params.yaml holds {named}. All entries, with reasons, commands and records, are in `claims.csv` and `claims.json`.
+
+| mark | status | means |
+|---|---|---|
+| ✓ | matched | ours, rounded to the paper's printed digits, is the paper's number; ✓ᵗ where it takes truncation instead |
+| ≠ | differs | it is not; the difference ours − paper stands in parentheses |
+| – | not measured | no number of ours exists under the paper's conditions; reasons and commands are listed below |
+| ⚠ | paper inconsistent | the paper contradicts itself, or a count of the model that it names; evidence below |
+
+Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was taken on
+the whole validation split of the paper's data set, speed and memory only when taken on one {paper.speed_device} at batch
+{paper.speed_batch}."""
+
+
+def _summary(verdicts: Mapping[str, Verdict]) -> str:
+    rows = []
+    for kind, label in KINDS.items():
+        of_kind = {name: verdict for name, verdict in verdicts.items() if verdict.entry.kind == kind}
+        counts = status_counts(of_kind)
+        rows.append([label, *(counts[status] for status in STATUSES), len(of_kind)])
+    counts = status_counts(verdicts)
+    rows.append(["**all**", *(f"**{counts[status]}**" for status in STATUSES), f"**{len(verdicts)}**"])
+    checks, violations = (sum(getattr(verdict, name) for verdict in verdicts.values()) for name in ("checks", "violations"))
+    grid = _grid(["entries of the ledger", *STATUSES, "all"], rows)
+    return f"""## Summary
+
+{grid}
+
+{checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text,
+the same model in two tables, Eq. 13, counts of named models): {checks - violations} hold, {violations} do not."""
+
+
+def _headlines(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
+    chosen = [claim for claim in ledger.claims if any(entry.id.startswith(HEADLINES) for entry in claim.entries)]
+    return "## Headline claims\n\n" + _claim_grid(chosen, verdicts, reasons=True)
+
+
+def _table(table: Table, verdicts: Mapping[str, Verdict]) -> str:
+    header = ["", *(f"{column.label} ({column.unit})" for column in table.columns.values())]
+    rows = [
+        [label, *(_cell(verdicts[f"{table.id}.{row}.{column}"]) for column in table.columns)] for row, label in table.rows.items()
+    ]
+    counts = status_counts({name: verdict for name, verdict in verdicts.items() if name.startswith(f"{table.id}.")})
+    counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    note = f" {table.note}" if table.note else ""
+    return f"## {table.place}: {table.title}\n\nEach cell: paper → ours. {counted}.{note}\n\n" + _grid(header, rows)
+
+
+def _cell(verdict: Verdict) -> str:
+    printed = verdict.entry.printed
+    mark = MARKS[verdict.status]
+    if verdict.ours is None:
+        return f"{printed} {mark}" if verdict.status == "paper inconsistent" else f"{printed} → {mark}"
+    return f"{printed} → {_ours(verdict)} {_marks(verdict)}"
+
+
+def _marks(verdict: Verdict) -> str:
+    """The status, and for a contradiction also how ours compares."""
+    if verdict.ours is None:
+        return MARKS[verdict.status]
+    compared = "✓ᵗ" if verdict.how == "truncation" else "✓" if verdict.how else "≠"
+    if compared == "≠" and verdict.delta is not None:
+        compared = f"≠ ({_signed(verdict.delta, verdict)})"
+    return f"⚠ {compared}" if verdict.status == "paper inconsistent" else compared
+
+
+def _efficiency(results: Results) -> str:
+    title = "## Speed and memory measured here"
+    if not results.speed_rows:
+        return f"{title}\n\nNothing is measured yet: `repro efficiency`."
+    parts = [
+        f"{title}\n\nMedian step of a fresh process per row, with the distribution-free 95 % interval. DeiT runs twice:\n"
+        "`unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today.\n"
+        "These rows stand for their own device only."
+    ]
+    head = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
+    for group, rows in results.speed_rows.items():
+        parts.append(
+            f"### {group}, {group.mode}\n\n" + _grid(head, [_speed_row(row) for row, _ in rows]) + _ratios(results, group)
+        )
+    return "\n\n".join(parts)
+
+
+def _speed_row(row: Mapping[str, Any]) -> list[str]:
+    height, width = row["resolution"] if isinstance(row["resolution"], list) else (row["resolution"],) * 2
+    low, high = row["latency_ms_ci95"] or (None, None)
+    return [
+        row["model"], row["attention"] or "–", f"{height}×{width}",
+        _significant(row["throughput_img_per_s"]) if row["status"] == "ok" else row["status"], _significant(row["latency_ms"]),
+        "–" if low is None else f"{_significant(low)} – {_significant(high)}", _significant(row["peak_memory_mib"]),
+        _significant(row["macs_g"]),
+    ]  # fmt: skip
+
+
+def _ratios(results: Results, group: SpeedGroup) -> str:
+    """The paper's two ratios, Vittt against DeiT at 1280×1280, for the records of this group."""
+    lines = []
+    for source in dict.fromkeys(source.path for _, source in results.speed_rows[group]):
+        metrics = next(s.metrics for s in results.sources if s.path == source)
+        for key, label, unit in (("speedup_at_1280", "speed-up", "×"), ("memory_saved_at_1280_percent", "memory saved", " %")):
+            for size, compared in sorted((metrics.get(key) or {}).items()):
+                shown = [_ratio(compared, attention, unit) for attention in ("unfused", "fused")]
+                lines.append(f"- Vittt-{size} against DeiT-{size} at 1280×1280, {label}: {', '.join(shown)}.")
+        share = (metrics.get("op") or {}).get("share_of_matmul_rate")
+        if share is not None:
+            lines.append(f"- The op `ttt_linear_bidir` alone reaches {100 * share:.0f} % of the machine's matrix-product rate.")
+    return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def _ratio(compared: Mapping[str, Any], attention: str, unit: str) -> str:
+    value = compared.get(f"vs_deit_{attention}")
+    if value is None:
+        return f"against {attention} not measured ({compared.get(f'vs_deit_{attention}_reason', 'no such row')})"
+    return f"{_significant(value)}{unit} against {attention}"
+
+
+def _mini(results: Results) -> str:
+    title = "## Runs on other data: no comparison with the paper"
+    cells = results.mini_cells
+    if not cells:
+        return f"{title}\n\nNone yet: `repro pretrain`."
+    rows = []
+    for source in cells:
+        m = source.metrics
+        scores = [
+            f"{name.removesuffix('_percent')} {m[name]:.2f} %"
+            for name in sorted(m)
+            if name.endswith("_percent") and isinstance(m[name], (int, float))
+        ]
+        held_out = m.get("val_images", m.get("images"))
+        run = source.path.removeprefix("results/").removesuffix("/metrics.json")
+        rows.append([
+            f"`{run}`", results.model_key(m, source.path), m["data"],
+            m.get("epochs", "–"), "–" if held_out is None else f"{held_out:.0f}", ", ".join(scores), source.device,
+        ])  # fmt: skip
+    text = (
+        "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
+    )
+    return f"{title}\n\n{text}\n\n" + _grid(["run", "model", "data", "epochs", "held-out images", "scores", "device"], rows)
+
+
+def _claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
+    return "## The text's claims\n\n" + _claim_grid(ledger.claims, verdicts)
+
+
+def _claim_grid(claims: Iterable[Claim], verdicts: Mapping[str, Verdict], *, reasons: bool = False) -> str:
+    rows = []
+    for claim in claims:
+        own = [verdicts[entry.id] for entry in claim.entries]
+        elsewhere = [f"{_key(claim, v)}{', '.join(v.elsewhere)}" for v in own if v.elsewhere]
+        notes = {f"elsewhere: {', '.join(elsewhere)}": None} if elsewhere else {}
+        if reasons:
+            notes |= dict.fromkeys(v.reason for v in own if v.status == "not measured")
+            notes |= dict.fromkeys(
+                "[⚠ why](#where-the-paper-contradicts-itself)" for v in own if v.status == "paper inconsistent"
+            )
+        rows.append([claim.place, claim.says, _joined(_ours(v) for v in own), _joined(_marks(v) for v in own), "; ".join(notes)])
+    return _grid(["where", "the paper says", "ours", "status", "note"], rows)
+
+
+def _key(claim: Claim, verdict: Verdict) -> str:
+    return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
+
+
+def _joined(items: Iterable[str]) -> str:
+    """One item where all are the same, else all of them in order."""
+    listed = list(items)
+    return listed[0] if len(set(listed)) == 1 else " / ".join(listed)
+
+
+def _contradictions(verdicts: Mapping[str, Verdict]) -> str:
+    groups: dict[tuple, list[Entry]] = {}
+    for verdict in verdicts.values():
+        if verdict.status == "paper inconsistent":
+            entry = verdict.entry
+            groups.setdefault((entry.printed or entry.id, entry.unit, verdict.evidence), []).append(entry)
+    rows = [
+        ["; ".join(dict.fromkeys(entry.place for entry in entries)), _prints(entries[-1]), evidence]
+        for (_, _, evidence), entries in groups.items()
+    ]
+    return (
+        "## Where the paper contradicts itself\n\n"
+        "Numbers are recomputed by code from the paper's own, or counted on the published model that a row names;\n"
+        "formulas were compared by reading.\n\n" + _grid(["where", "it prints", "but"], rows)
+    )
+
+
+def _prints(entry: Entry) -> str:
+    if entry.printed is None:
+        return entry.says
+    number = f"{entry.printed} {entry.unit}".strip()
+    return number if entry.id.startswith("table") else f"**{number}**: {entry.says}"
+
+
+def _not_measured(verdicts: Mapping[str, Verdict]) -> str:
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in verdicts.values():
+        if verdict.status == "not measured":
+            groups.setdefault(verdict.reason, []).append(verdict)
+    rows = []
+    for reason, members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        commands = list(dict.fromkeys(member.command for member in members))
+        more = f" (and {len(commands) - 1} more, in claims.csv)" if len(commands) > 1 else ""
+        rows.append([len(members), reason, (commands[0] if commands[0].startswith("none") else f"`{commands[0]}`") + more])
+    return "## Not measured, and why\n\n" + _grid(["entries", "reason", "what would measure it"], rows)
+
+
+def _provenance(results: Results) -> str:
+    rows = []
+    for source in results.sources:
+        identity = source.identity
+        versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
+        commit = str(identity.get("parent_commit") or "–")[:12]
+        rows.append([
+            f"`{source.path}`", source.device, identity.get("dtype", "–"), identity.get("backend", "–"), commit,
+            identity.get("code", "–"), identity.get("params", "–"), versions,
+        ])  # fmt: skip
+    if not rows:
+        return "## Provenance\n\nNo record was found under `results/`: `dvc repro` makes them."
+    head = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
+    return "## Provenance\n\nEach record names what explains its numbers; `code` and `params` are hashes.\n\n" + _grid(head, rows)
+
+
+def _grid(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _ours(verdict: Verdict) -> str:
+    if verdict.ours is None:
+        return "–"
+    if isinstance(verdict.ours, bool):
+        return "holds" if verdict.ours else "does not hold"
+    return _digits(verdict.ours, verdict)
+
+
+def _signed(delta: float, verdict: Verdict) -> str:
+    text = _digits(abs(delta), verdict, like=verdict.ours)
+    return f"{'−' if delta < 0 else '+'}{text}"
+
+
+def _digits(value: float, verdict: Verdict, like: float | None = None) -> str:
+    """Four significant digits, or one more than the paper prints, whichever shows more."""
+    shown = abs(like if like is not None else value)
+    significant = 3 - math.floor(math.log10(shown)) if shown else 0
+    places = max(decimals(verdict.entry.printed) + 1, significant)
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if float(value).is_integer() else text
+
+
+def _significant(value: float | None) -> str:
+    """Three significant digits, never in exponent form."""
+    if value is None:
+        return "–"
+    places = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
+    return f"{value:.{places}f}"

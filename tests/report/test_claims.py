@@ -1,0 +1,331 @@
+"""Each status from real records, and what may never be compared."""
+
+import pytest
+
+from repro.core.errors import UserError
+
+VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+
+
+def test_nothing_measured_has_a_reason_and_a_command(checkout):
+    verdicts = checkout.judge()
+    assert list(verdicts) == list(checkout.ledger.entries)
+    for verdict in verdicts.values():
+        if verdict.status == "not measured":
+            assert verdict.reason and verdict.command and verdict.ours is None
+        if verdict.status == "paper inconsistent":
+            assert verdict.evidence
+    # without records only arithmetic can agree with the paper: token counts and steps
+    matched = {name for name, v in verdicts.items() if v.status == "matched"}
+    assert matched == {
+        "text.5_2.tokens_ade20k", "text.5_2.tokens_coco", "text.5_3.tokens_low", "text.5_3.tokens_high",
+        "text.5_4.steps_b4", "text.5_4.steps_b196",
+    }  # fmt: skip
+    assert not [v for v in verdicts.values() if v.status == "differs"]
+
+
+def test_matched_by_rounding_by_truncation_and_differs(checkout):
+    checkout.count(
+        t=(VITTT, {}, 224, 6_983_000, 1.458),
+        conv1d=(VITTT, {"design": "conv1d"}, 224, 5_899_999, 1.16),
+        layer=(VITTT, {"design": "ttt_layer"}, 224, 5_877_000, 1.2),
+        share=(VITTT, {"design": "share_qk"}, 224, 5_434_600, 1.07),
+    )
+    verdicts = checkout.judge()
+
+    def outcome(entry):
+        return verdicts[entry].status, verdicts[entry].how
+
+    assert outcome("table1.vittt_t.params_m") == ("matched", "rounding")
+    assert outcome("table1.vittt_t.macs_g") == ("matched", "truncation") or verdicts["table1.vittt_t.macs_g"].ours == 1.458
+    assert outcome("table3.conv2d.params_m") == ("matched", "rounding")
+    assert outcome("table3.ttt_layer.params_m") == ("matched", "truncation")
+    assert outcome("table3.conv2d.macs_g") == ("differs", None)
+    assert verdicts["table3.conv2d.macs_g"].delta == pytest.approx(1.458 - 1.44)
+    assert verdicts["table3.ttt_layer.macs_g"].delta == pytest.approx(0.06)
+    # 5.877 - 5.4346 = 0.4424, a difference that the text quotes as 0.44
+    assert outcome("text.5_4.share_params_t") == ("matched", "rounding")
+    assert verdicts["text.5_4.share_params_t"].ours == pytest.approx(0.4424)
+
+
+def test_default_options_name_the_plain_model(checkout):
+    checkout.count(t=(VITTT, {"design": "conv2d", "chunk_size": 16}, 224, 6_983_000, 1.44))
+    verdicts = checkout.judge()
+    assert verdicts["table1.vittt_t.params_m"].ours == pytest.approx(6.983)
+    assert verdicts["table3.dual.params_m"].status == "not measured"
+
+
+def test_a_model_that_is_not_built_says_so(checkout):
+    checkout.count(t=(VITTT, {}, 224, 6_983_000, 1.44))
+    verdicts = checkout.judge()
+    for column in ("params_m", "macs_g", "top1_percent"):
+        verdict = verdicts[f"table1.vmamba_s.{column}"]
+        assert (verdict.status, verdict.reason) == ("not measured", "VMamba is not built in this project")
+    missing = verdicts["table1.vim_s.params_m"]
+    assert (
+        missing.status == "not measured"
+        and "not built yet, or not listed" in missing.reason
+        and missing.command == "repro complexity"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "computed"),
+    [
+        ("text.5_2.gain_b_over_vrwkv_ap_box", "1.8"),  # 48.6 - 46.8; the text has 2.0
+        ("text.5_4.gating_conv1d_fps_t", "14.03"),  # 1 - 3346/3892; the text has 14.1
+        ("text.5_3.memory_saved_1280_t", "88.9"),  # the abstract; the text has 89.0
+        ("text.4_2.position_rows_t", "196"),
+        ("table2_ade20k.vittt_t.macs_g", "18.12"),  # 74.3·1024/4200 = 18.115; printed 17.8
+        ("table2_ade20k.vim_t.macs_g", "18.7"),
+        ("table2_ade20k.vit3_t.macs_g", "16.87"),
+        ("text.abstract.flops_saved_1280_t", "78.91"),
+        ("text.5_3.speedup_1280_s", "62.9"),  # 2 · 64·6·6400² · 2 bytes
+        ("text.5_3.memory_saved_1280_b", "125.8"),
+        ("appendix.alg1.loop_t196", "13"),
+        ("appendix.a1.anchor_t20", "16"),
+    ],
+)
+def test_the_paper_against_itself(checkout, entry, computed):
+    verdict = checkout.judge()[entry]
+    assert verdict.status == "paper inconsistent"
+    assert computed in verdict.evidence
+
+
+def test_only_these_relations_fail_and_rounding_is_named_where_it_could_explain(checkout):
+    verdicts = checkout.judge()
+    failing = {name for name, v in verdicts.items() if v.violations}
+    assert failing == {
+        "table2_ade20k.vittt_t.macs_g", "table2_ade20k.vim_t.macs_g", "table2_ade20k.vit3_t.macs_g",
+        "text.abstract.flops_saved_1280_t", "text.1.flops_saved_1280_t", "text.5_3.flops_saved_1280_t",
+        "text.4_2.position_rows_t", "text.5_2.gain_b_over_vrwkv_ap_box", "eq13.vim_misprint",
+        "text.5_3.speedup_1280_s", "text.5_3.speedup_1280_b",
+        "text.5_3.memory_saved_1280_t", "text.5_3.memory_saved_1280_s", "text.5_3.memory_saved_1280_b",
+        "text.5_4.share_no_loss", "text.5_4.gating_conv1d_fps_t", "appendix.a1.anchor_t20", "appendix.alg1.loop_t196",
+    }  # fmt: skip
+    explained = {name for name, v in verdicts.items() if v.evidence and "cut off could explain" in v.evidence}
+    # 1 - 3345.5/3892.5 = 14.053 %, and 88.95 may print as 88.9 or 89.0; 48.65 - 46.75 = 1.9 is still not 2.0
+    assert explained == {"text.5_4.gating_conv1d_fps_t", "text.5_3.memory_saved_1280_t"}
+
+
+def test_every_difference_that_the_text_quotes_is_recomputed(checkout):
+    verdicts = checkout.judge()
+    quoted = [
+        name
+        for name in verdicts
+        if name.startswith(
+            ("text.5_1.gain", "text.5_2.gain", "text.5_4.gating", "text.5_4.dual", "text.5_4.conv2d", "text.5_4.share_params")
+        )
+    ]
+    assert len(quoted) == 2 + 2 + 3 + 3 + 3 + 1 + 4 + 4 + 1 + 2 + 1
+    assert all(verdicts[name].checks == 1 for name in quoted)
+
+
+def test_a_count_of_the_named_model_shows_an_inconsistent_row(checkout):
+    assert checkout.judge()["table1.regnety_4g.params_m"].status == "not measured"
+    checkout.count(r4=("regnety_040", {}, 224, 20_646_656, 4.0), r8=("regnety_080", {}, 224, 25_100_000, 8.0))
+    verdicts = checkout.judge()
+    assert verdicts["table1.regnety_4g.params_m"].status == "paper inconsistent"
+    assert "20.6 M" in verdicts["table1.regnety_4g.params_m"].evidence
+    assert verdicts["table1.regnety_4g.macs_g"].status == "matched"
+    assert verdicts["table1.regnety_8g.params_m"].status == "matched"  # had timm's model the printed size, nothing would be wrong
+
+
+TOP1 = "table1.vittt_t.top1_percent"
+
+
+def test_a_mini_run_is_never_compared(checkout):
+    checkout.train("vittt_tiny_digits", VITTT, "digits", 77.7, val_images=360)
+    checkout.train("subset", VITTT, "imagenet", 77.7, val_images=500)
+    verdicts = checkout.judge()
+    assert {v.status for v in verdicts.values() if v.entry.kind == "accuracy"} == {"not measured", "paper inconsistent"}
+    assert all(v.ours is None for v in verdicts.values() if v.entry.kind == "accuracy")
+    assert verdicts[TOP1].reason == "no run on all of ImageNet-1K; smaller runs are never compared"
+    assert {s.path for s in checkout.results().mini_cells} == {
+        "results/pretrain/vittt_tiny_digits/metrics.json", "results/pretrain/subset/metrics.json",
+    }  # fmt: skip
+
+
+def test_a_run_on_the_whole_data_set_is_compared(checkout):
+    checkout.train("t", VITTT, "imagenet", 77.74, val_images=50_000)
+    checkout.train("dual", VITTT, "imagenet", 77.0, val_images=50_000, options={"design": "dual"})
+    verdicts = checkout.judge()
+    assert (verdicts[TOP1].status, verdicts[TOP1].ours) == ("matched", 77.74)
+    assert verdicts["table4.mean.top1_percent"].status == "matched"
+    assert verdicts["table3.dual.top1_percent"].delta == pytest.approx(-0.5)
+    assert verdicts["text.abstract.top1_t"].status == "matched"
+    assert verdicts["text.5_1.gain_over_vim_t"].status == "not measured"  # Vim is missing
+    checkout.train("vim", "vim_tiny_patch16_224", "imagenet", 76.14, val_images=50_000)
+    gain = checkout.judge()["text.5_1.gain_over_vim_t"]
+    assert (gain.status, gain.ours) == ("matched", pytest.approx(1.6))
+
+
+def test_the_longest_training_counts_not_the_best_score(checkout):
+    checkout.train("a_short", VITTT, "imagenet", 77.7, val_images=50_000, epochs=100)
+    checkout.train("b_long", VITTT, "imagenet", 76.0, val_images=50_000, epochs=300)
+    assert checkout.judge()[TOP1].ours == 76.0
+
+
+def test_an_evaluation_counts_only_at_the_rows_size_and_with_known_options(checkout):
+    metrics = {"model": VITTT, "data": "imagenet", "top1_percent": 77.7, "images": 50_000, "image_size": 384, "options": {}}
+    checkout.record("measured/gpu/evaluate/at_384", metrics)
+    assert checkout.judge()[TOP1].status == "not measured"
+    checkout.record(
+        "measured/gpu/evaluate/unknown",
+        {name: value for name, value in metrics.items() if name != "options"} | {"image_size": 224},
+    )
+    assert checkout.judge()[TOP1].status == "not measured"
+    checkout.record("measured/gpu/evaluate/at_224", metrics | {"image_size": 224})
+    assert checkout.judge()[TOP1].status == "matched"
+
+
+def test_published_weights_of_a_baseline_count(checkout):
+    metrics = {
+        "model": "swin_tiny_patch4_window7_224",
+        "data": "imagenet",
+        "top1_percent": 81.18,
+        "images": 50_000,
+        "image_size": 224,
+        "weights": "timm",
+    }
+    checkout.record("measured/gpu/evaluate/swin", metrics)
+    assert checkout.judge()["table1.swin_t.top1_percent"].delta == pytest.approx(-0.12)
+
+
+def test_detection_and_segmentation_scores(checkout):
+    checkout.record(
+        "detect/t",
+        {"model": VITTT, "options": {}, "data": "coco", "val_images": 5000, "ap_box_percent": 42.9, "ap_mask_percent": 38.0},
+    )
+    checkout.record("segment/t", {"model": VITTT, "options": {}, "data": "ade20k", "val_images": 2000, "miou_percent": 44.3})
+    checkout.record(
+        "segment/scenes",
+        {"model": "vim_tiny_patch16_224", "options": {}, "data": "scenes", "val_images": 2000, "miou_percent": 43.4},
+    )
+    verdicts = checkout.judge()
+    assert verdicts["table2_coco.vittt_t.ap_box_percent"].status == "matched"
+    assert verdicts["table2_coco.vittt_t.ap_mask_percent"].status == "differs"
+    assert verdicts["table2_ade20k.vittt_t.miou_percent"].status == "matched"
+    assert verdicts["table2_ade20k.vim_t.miou_percent"].status == "not measured"
+
+
+SPEEDUP, SAVED = "text.abstract.speedup_1280_t", "text.abstract.memory_saved_1280_t"
+
+
+def pair(**deit):
+    return [{"model": VITTT}, {"model": DEIT, "attention": "unfused", "backend": "torch", **deit}]
+
+
+def test_speed_of_another_device_is_shown_but_not_compared(checkout):
+    checkout.speed(*pair(throughput_img_per_s=50.0), device=checkout.H200, path="measured/nvidia_h200/efficiency")
+    checkout.speed(*[row | {"batch": 1, "dtype": "fp32"} for row in pair(throughput_img_per_s=80.0)], device=checkout.CPU)
+    verdict = checkout.judge()[SPEEDUP]
+    assert (verdict.status, verdict.ours) == ("not measured", None)
+    assert "one L40S at batch 64" in verdict.reason
+    assert verdict.elsewhere == (f"1.25× ({checkout.CPU}, batch 1, fp32)", f"2× ({checkout.H200}, batch 64, fp16)")
+
+
+def test_speed_on_the_papers_device_is_compared(checkout):
+    checkout.speed(*pair(throughput_img_per_s=100 / 4.723, peak_memory_mib=9100.0), device=checkout.L40S)
+    verdicts = checkout.judge()
+    assert (verdicts[SPEEDUP].status, verdicts[SPEEDUP].ours) == ("matched", pytest.approx(4.723))
+    assert verdicts[SAVED].ours == pytest.approx(100 * (1 - 1000 / 9100))
+    assert checkout.judge(speed_dtype="fp32")[SPEEDUP].status == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("change", "of"), [({"batch": 32}, "both"), ({"mode": "train"}, "both"), ({"attention": "fused"}, "deit")]
+)
+def test_what_does_not_fit_the_papers_conditions_is_not_compared(checkout, change, of):
+    rows = [row | change for row in pair()] if of == "both" else pair(**change)
+    checkout.speed(*rows, device=checkout.L40S)
+    assert checkout.judge()[SPEEDUP].status == "not measured"
+
+
+def test_out_of_memory_is_the_reason(checkout):
+    checkout.speed(
+        *pair(status="oom", reason="CUDA out of memory", throughput_img_per_s=None, latency_ms=None), device=checkout.L40S
+    )
+    assert "oom: CUDA out of memory" in checkout.judge()[SPEEDUP].reason
+
+
+def test_flops_saved_are_counts_and_compared_anywhere(checkout):
+    checkout.record(
+        "complexity",
+        {
+            "rows": {},
+            "saved_at_1280_percent": {"T": 78.68, "S": 66.17, "B": 48.95},
+            "dwconv_params_m": {"T": 0.0207, "S": 0.0415, "B": 0.0829},
+        },
+    )
+    verdicts = checkout.judge()
+    assert (verdicts["text.5_3.flops_saved_1280_b"].status, verdicts["text.5_3.flops_saved_1280_b"].how) == (
+        "matched",
+        "truncation",
+    )
+    assert verdicts["text.5_3.flops_saved_1280_s"].status == "differs"
+    # the contradiction goes first, and our number is there all the same
+    assert verdicts["text.5_3.flops_saved_1280_t"].status == "paper inconsistent"
+    assert verdicts["text.5_3.flops_saved_1280_t"].delta == pytest.approx(-0.72)
+    assert [verdicts[f"text.4_3.dwconv_params_{size}"].status for size in "tsb"] == ["matched"] * 3
+
+
+def test_statements_hold_or_not_for_ours(checkout):
+    counts = {
+        f"{family}_{size}": (f"{family}_{name}_patch16_224", {}, 224, 1, macs)
+        for family, sizes in (("vittt", (1.45, 5.35, 20.4)), ("vim", (1.6, 5.2, 18.8)))
+        for (size, name), macs in zip((("t", "tiny"), ("s", "small"), ("b", "base")), sizes, strict=True)
+    }
+    checkout.count(**counts)
+    claim = "text.5_3.vittt_vim_flops"
+    assert (checkout.judge()[claim].status, checkout.judge()[claim].how) == ("matched", "holds")
+    counts["vim_t"] = ("vim_tiny_patch16_224", {}, 224, 1, 1.4)
+    checkout.count(**counts)
+    assert (checkout.judge()[claim].status, checkout.judge()[claim].ours) == ("differs", False)
+
+
+def test_recipe_and_data_set_come_from_profile_and_manifest(checkout):
+    checkout.write(
+        "profiles/paper.yaml",
+        "prepare_data: {imagenet: {kind: imagenet}}\n"
+        f"pretrain: {{tiny_imagenet: {{model: {VITTT}, data: imagenet, epochs: 300, batch_size: 512, optim: {{lr: 1e-3}}}}}}\n",
+    )
+    checkout.write(
+        "results/prepare_data/imagenet/manifest.json",
+        '{"kind": "imagenet", "classes": {"n01440764": 0}, "departures": [],'
+        ' "splits": {"train": {"images": 1281167}, "val": {"images": 50000}}}',
+    )
+    verdicts = checkout.judge()
+    assert verdicts["appendix.d.imagenet_epochs"].how == "equality"
+    assert verdicts["appendix.d.imagenet_lr"].status == "matched"
+    assert verdicts["appendix.d.imagenet_batch_size"].delta == -512
+    assert "does not state optim.weight_decay" in verdicts["appendix.d.imagenet_weight_decay"].reason
+    assert verdicts["appendix.d.imagenet_data_train_m"].status == "matched"  # 1.281167 rounds to 1.28
+    assert verdicts["appendix.d.imagenet_data_classes"].status == "differs"
+    assert verdicts[TOP1].command == "repro profile use paper && repro pretrain --cell tiny_imagenet"
+    assert (
+        verdicts["table1.swin_t.top1_percent"].command
+        == "repro evaluate --model swin_tiny_patch4_window7_224 --pretrained --data imagenet"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("complexity", '{"metrics": {', ": not valid JSON"),
+        ("pretrain/nano", "[1, 2]", ": expected {metrics, identity}"),
+        ("efficiency", '{"metrics": {"rows": []}}', ": expected {metrics, identity}"),
+        ("measured/gpu/x", '{"metrics": {}}', ": expected {metrics, identity}"),
+        ("efficiency", '{"metrics": {"rows": 3}, "identity": {"device": "cpu"}}', ": metrics.rows: expected a list"),
+        ("efficiency", '{"metrics": {"rows": [{"model": "m"}]}, "identity": {"device": "cpu"}}', ": attention: missing"),
+        ("complexity", '{"metrics": {"rows": [1]}, "identity": {"device": "cpu"}}', ": metrics.rows: expected a mapping"),
+        ("complexity", '{"metrics": {"rows": {"a": {"model": "m"}}}, "identity": {"device": "cpu"}}', ": a: resolution: missing"),
+    ],
+)
+def test_a_damaged_record_is_one_line_that_names_the_file(checkout, path, text, message):
+    file = checkout.write(f"results/{path}/metrics.json", text)
+    with pytest.raises(UserError) as caught:
+        checkout.judge()
+    relative = str(file.relative_to(checkout.paths.root))
+    assert f"{relative}{message}" in str(caught.value)
+    assert "\n" not in str(caught.value)

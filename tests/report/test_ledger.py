@@ -1,0 +1,130 @@
+"""The ledger against the paper: the tables' text (paper_tables.txt, from one rendering), and numbers typed from its text."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from repro.core.errors import UserError
+from repro.report.ledger import load_ledger
+
+PAPER_TABLES = Path(__file__).with_name("paper_tables.txt")
+SIZES = {"table1": (35, 3), "table2_coco": (15, 4), "table2_ade20k": (15, 3), "table3": (6, 7), "table4": (5, 6)}
+
+
+def paper_rows() -> list[tuple[str, str, list[str]]]:
+    """(table, label, numbers without their M and G) as the paper prints them."""
+    rows, table = [], ""
+    for line in PAPER_TABLES.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            table = line.strip("[]")
+            continue
+        words = line.split()
+        width = SIZES[table][1]
+        label = " ".join(words[: -width - 1] if table == "table1" else words[:-width])
+        rows.append((table, label, [word.rstrip("MG") for word in words[-width:]]))
+    return rows
+
+
+def test_the_papers_text_has_the_tables_sizes():
+    assert Counter(table for table, _, _ in paper_rows()) == {table: rows for table, (rows, _) in SIZES.items()}
+
+
+@pytest.mark.parametrize("table", SIZES)
+def test_every_number_of_the_tables_is_in_the_ledger_as_printed(ledger, table):
+    (about,) = [t for t in ledger.tables if t.id == table]
+    assert (len(about.rows), len(about.columns)) == SIZES[table]
+    ours = [[ledger.entries[f"{table}.{row}.{column}"].printed for column in about.columns] for row in about.rows]
+    labels = [label.partition(" (")[0] if table == "table1" else label for label in about.rows.values()]
+    expected = [(label, numbers) for name, label, numbers in paper_rows() if name == table]
+    assert list(zip(labels, ours, strict=True)) == expected
+
+
+def test_number_of_entries(ledger):
+    in_tables = 35 * 3 + 15 * 4 + 15 * 3 + 6 * 7 + 5 * 6
+    in_text = sum(len(claim.entries) for claim in ledger.claims)
+    assert in_tables == 282
+    assert len(ledger.entries) == in_tables + in_text
+    assert sum(len(table.rows) * len(table.columns) for table in ledger.tables) == in_tables
+
+
+@pytest.mark.parametrize(
+    ("entry", "printed", "unit"),
+    [
+        ("text.abstract.top1_t", "77.7", "%"),
+        ("text.abstract.top1_s", "81.8", "%"),
+        ("text.abstract.top1_b", "82.7", "%"),
+        ("text.abstract.speedup_1280_t", "4.72", "×"),
+        ("text.abstract.memory_saved_1280_t", "88.9", "%"),
+        ("text.1.flops_saved_1280_t", "79.4", "%"),
+        ("text.4_1.batch_b", "16", ""),
+        ("text.4_3.dwconv_params_t", "0.02", "M"),
+        ("text.4_3.dwconv_params_s", "0.04", "M"),
+        ("text.4_3.dwconv_params_b", "0.08", "M"),
+        ("text.5_1.gain_over_vim_t", "1.6", "points"),
+        ("text.5_1.gain_over_vim_s", "1.5", "points"),
+        ("text.5_1.gain_base_least", "0.7", "points"),
+        ("text.5_1.gain_base_most", "0.9", "points"),
+        ("text.5_2.gain_t_over_vim_ap_mask", "0.5", "points"),
+        ("text.5_2.gain_s_over_vim_miou", "1.4", "points"),
+        ("text.5_2.gain_b_over_vrwkv_ap_box", "2.0", "points"),
+        ("text.5_2.tokens_coco", "4200", "tokens"),
+        ("text.5_3.flops_saved_1280_t", "79.4", "%"),
+        ("text.5_3.flops_saved_1280_s", "66.3", "%"),
+        ("text.5_3.flops_saved_1280_b", "48.9", "%"),
+        ("text.5_3.speedup_1280_s", "4.23", "×"),
+        ("text.5_3.speedup_1280_b", "3.88", "×"),
+        ("text.5_3.memory_saved_1280_b", "89.0", "%"),
+        ("text.5_4.share_params_t", "0.44", "M"),
+        ("text.5_4.gating_conv1d_fps_t", "14.1", "%"),
+        ("text.5_4.dual_fps_t", "38.2", "%"),
+        ("text.5_4.steps_b4", "49", "steps"),
+        ("appendix.b2.memory_factor_x", "4", "×"),
+        ("appendix.d.imagenet_lr", "1e-3", ""),
+        ("appendix.d.imagenet_batch_size", "1024", ""),
+        ("appendix.d.coco_weight_decay", "0.05", ""),
+        ("appendix.d.ade20k_lr_t", "12e-5", ""),
+        ("appendix.d.ade20k_lr_s", "6e-5", ""),
+        ("appendix.d.ade20k_weight_decay", "0.01", ""),
+    ],
+)
+def test_numbers_of_the_text(ledger, entry, printed, unit):
+    assert (ledger.entries[entry].printed, ledger.entries[entry].unit) == (printed, unit)
+
+
+def test_places_name_row_and_column(ledger):
+    assert ledger.entries["table1.vittt_t.top1_percent"].place == "Table 1, row Vittt-T, column Acc."
+    assert ledger.entries["table2_ade20k.vim_b.miou_percent"].place == "Table 2 (right), row Vim-B, column mIoU"
+
+
+BASE = """
+paper: {title: t, version: v, speed_device: d, speed_batch: 1}
+own_families: [a]
+default_options: {}
+tables: []
+relations: []
+text:
+"""
+NUMBER = "  - {id: x.y, place: p, says: s, kind: count, values: {a: {printed: 1.0, equals: 1 + 0%s}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (NUMBER % ", prnted: 3", UserError, "prnted.*did you mean 'printed'"),
+        (NUMBER % "" * 2, ValueError, "x.y_a stands twice"),
+        (NUMBER % " + no.such", ValueError, "x.y_a: no entry no.such"),
+        ("  - {id: x.y, place: p, says: s, kind: statement}\n", ValueError, "x.y: neither `ours` nor a reason"),
+    ],
+)
+def test_a_mistake_in_the_ledger_is_an_error(tmp_path, text, error, message):
+    file = tmp_path / "paper.yaml"
+    file.write_text(BASE + text, encoding="utf-8")
+    with pytest.raises(error, match=message):
+        load_ledger(file)
+
+
+def test_printed_digits_survive_reading(tmp_path):
+    file = tmp_path / "paper.yaml"
+    file.write_text(BASE + NUMBER % "", encoding="utf-8")
+    assert load_ledger(file).entries["x.y_a"].printed == "1.0"

@@ -1,0 +1,125 @@
+"""The stage end to end: three files, one line, the same bytes each time, and a page that keeps mini runs apart."""
+
+import csv
+import re
+
+import pytest
+
+from repro.report.export import claims_csv
+from stages.report import ReportParams, run
+
+VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+
+
+@pytest.fixture
+def reported(checkout):
+    """A checkout with one record of each kind, reported."""
+    checkout.count(t=(VITTT, {}, 224, 6_983_116, 1.4575), r4=("regnety_040", {}, 224, 20_646_656, 3.973))
+    checkout.train("vittt_nano_digits", "vittt_nano_patch16_144", "digits", 98.765, val_images=360, epochs=12)
+    checkout.speed(
+        {"model": VITTT, "batch": 1, "dtype": "fp32"},
+        {"model": DEIT, "attention": "unfused", "batch": 1, "dtype": "fp32", "throughput_img_per_s": 40.0},
+        {"model": DEIT, "attention": "fused", "batch": 1, "dtype": "fp32", "status": "oom", "reason": "out of memory",
+         "throughput_img_per_s": None, "latency_ms": None, "latency_ms_ci95": None, "peak_memory_mib": None},
+        device=checkout.CPU,
+    )  # fmt: skip
+    run(ReportParams(), checkout.paths)
+    return checkout
+
+
+def page(checkout) -> str:
+    return (checkout.paths.results / "tables.md").read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    (found,) = [part for part in re.split(r"(?m)^## ", text) if part.startswith(title)]
+    return found
+
+
+def test_it_ends_with_one_line_of_counts(reported, capsys):
+    run(ReportParams(), reported.paths)
+    line = capsys.readouterr().out
+    numbers = re.fullmatch(r"matched (\d+) / differs (\d+) / not measured (\d+) / paper inconsistent (\d+) of (\d+)\n", line)
+    *counts, total = map(int, numbers.groups())
+    assert sum(counts) == total == len(reported.ledger.entries)
+
+
+def test_json_and_csv_hold_every_entry_with_the_same_status(reported):
+    content = reported.json("results/claims.json")
+    rows = list(csv.DictReader((reported.paths.results / "claims.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["id"] for row in rows] == [entry["id"] for entry in content["entries"]] == list(reported.ledger.entries)
+    assert [row["status"] for row in rows] == [entry["status"] for entry in content["entries"]]
+    assert content["summary"]["entries"] == len(rows)
+    (vittt,) = [entry for entry in content["entries"] if entry["id"] == "table1.vittt_t.macs_g"]
+    assert (vittt["paper"], vittt["ours"], vittt["status"], vittt["how"]) == ("1.4", 1.4575, "matched", "truncation")
+
+
+def test_the_same_records_give_the_same_bytes(reported):
+    names = ("tables.md", "claims.csv", "claims.json")
+    first = [(reported.paths.results / name).read_bytes() for name in names]
+    run(ReportParams(), reported.paths)
+    assert [(reported.paths.results / name).read_bytes() for name in names] == first
+
+
+def test_run_json_with_its_date_is_not_read(reported):
+    before = page(reported)
+    reported.write("results/complexity/run.json", "not even JSON")
+    run(ReportParams(), reported.paths)
+    assert page(reported) == before
+
+
+def test_tables_show_paper_ours_and_status(reported):
+    text = page(reported)
+    table1 = section(text, "Table 1")
+    assert "| Vittt-T | 7 → 6.983 ✓ | 1.4 → 1.458 ✓ᵗ | 77.7 → – |" in table1
+    assert "| RegNetY-4G | 12 → 20.65 ⚠ ≠ (+8.65) | 4 → 3.973 ✓ | 80.0 → – |" in table1
+    assert "6.98 → 6.983 ✓ | 1.44 → 1.458 ≠ (+0.018)" in section(text, "Table 3")
+    headings = re.findall(r"(?m)^## (.*)", text)
+    assert headings[:3] == ["Summary", "Headline claims", "Table 1: ImageNet-1K classification"]
+    for table, rows in (("Table 1", 35), ("Table 2 (left)", 15), ("Table 2 (right)", 15), ("Table 3", 6), ("Table 4", 5)):
+        lines = [line for line in section(text, table).splitlines() if line.startswith("|")]
+        assert len(lines) == rows + 2  # header and rule
+
+
+def test_a_mini_run_stands_in_its_own_section_only(reported):
+    text = page(reported)
+    assert "98.77 %" in section(text, "Runs on other data: no comparison with the paper")
+    assert text.count("98.7") == text.count("98.77") == 1
+    assert "98.7" not in claims_csv(reported.judge())
+
+
+def test_speed_names_its_device_and_keeps_out_of_memory_as_a_row(reported):
+    part = section(page(reported), "Speed and memory measured here")
+    assert f"### {reported.CPU}, batch 1, fp32, infer" in part
+    assert f"| {DEIT} | unfused | 1280×1280 | 40.0 |" in part
+    assert f"| {DEIT} | fused | 1280×1280 | oom |" in part
+    assert reported.L40S not in part
+    assert f"elsewhere: 2.5× ({reported.CPU}, batch 1, fp32)" in section(page(reported), "The text's claims")
+    assert f"elsewhere: T 2.5× ({reported.CPU}, batch 1, fp32)" in section(page(reported), "Headline claims")
+
+
+def test_provenance_lists_every_record(reported):
+    part = section(page(reported), "Provenance")
+    for record in ("complexity", "pretrain/vittt_nano_digits", "efficiency"):
+        assert f"`results/{record}/metrics.json`" in part
+    assert "0123456789ab" in part and "torch 2.14.1" in part
+
+
+def test_the_profile_is_named_as_it_is(reported):
+    assert "holds the `mini` profile" in page(reported)
+    reported.write("params.yaml", "report: {speed_dtype: bf16}\n")
+    run(ReportParams(speed_dtype="bf16"), reported.paths)
+    assert "edited parameters that equal no profile" in page(reported)
+
+
+def test_markdown_tables_are_rectangular(reported):
+    for block in re.findall(r"(?m)(?:^\|.*\n)+", page(reported)):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(widths) == 1, block
+
+
+def test_an_empty_checkout_is_reported_too(checkout):
+    run(ReportParams(), checkout.paths)
+    text = page(checkout)
+    assert "Nothing is measured yet: `repro efficiency`." in text
+    assert "No record was found under `results/`" in text
