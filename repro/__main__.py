@@ -1,0 +1,5 @@
+"""`python -m repro` is `repro`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""One module per verb: its parameters, its command-line options, and `run(params, paths, ...)`."""

@@ -1,0 +1,133 @@
+"""`repro complexity`: parameters and multiply-adds of Table 1's models, of the ablations and of Fig. 1 and 6."""
+
+import csv
+import dataclasses
+import functools
+import io
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+
+from repro.core.config import bounded, load_section
+from repro.core.errors import UserError
+from repro.core.paths import Paths, find_root
+from repro.core.record import make_identity, write_record, write_text
+
+SAVED_AT = 1280  # the side at which the paper states what Vittt saves (Fig. 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """Rows to count: every model at every resolution with every combination of the varied options.
+
+    Args:
+        models: registered names.
+        resolutions: sides of the square image in pixels.
+        vary: option name -> values, e.g. design, pool, chunk_size, w0.
+    """
+
+    models: tuple[str, ...]
+    resolutions: tuple[int, ...] = bounded(ge=1)
+    vary: dict[str, tuple[str | int, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizePair:
+    """A size of Vittt and the baseline that it is compared with."""
+
+    vittt: str
+    baseline: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComplexityParams:
+    """The `complexity:` section.
+
+    Args:
+        sizes: letter of a size (T, S, B) -> the two models whose multiply-adds are compared at 1280 x 1280 (SAVED_AT).
+        groups: the rows.
+    """
+
+    sizes: dict[str, SizePair]
+    groups: tuple[RowGroup, ...]
+
+
+def command() -> None:
+    """Count parameters and multiply-adds; nothing runs on data."""
+    paths = find_root()
+    run(load_section(ComplexityParams, paths.params, "complexity"), paths)
+
+
+def run(params: ComplexityParams, paths: Paths) -> None:
+    """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
+
+    metrics: `rows` {row id: {model, options, resolution, params, params_m, macs_g, method}}; `saved_at_1280_percent`, the MACs
+    that Vittt saves against its baseline by size; `dwconv_params_m`, what the 3x3 depth-wise convolution adds by size.
+
+    Raises:
+        UserError: an unknown model or option, or a resolution that a model refuses.
+    """
+    from repro.measure.flops import cost, saved_percent
+    from repro.measure.speed import row_id
+
+    started = time.monotonic()
+
+    @functools.cache
+    def count(model: str, options: tuple[tuple[str, str | int], ...], side: int):
+        try:
+            return cost(model, dict(options), (side, side))
+        except (TypeError, ValueError, AssertionError) as error:
+            raise UserError(f"complexity: {row_id(model, dict(options), (side, side))}: {error}") from None
+
+    rows, terms = {}, []
+    for model, options, side in _progress(list(_wanted(params.groups))):
+        result = count(model, options, side)
+        name = row_id(model, dict(options), (side, side))
+        rows[name] = {
+            "model": model, "options": dict(options), "resolution": [side, side], "params": result.params,
+            "params_m": round(result.params / 1e6, 3), "macs_g": result.macs_g, "method": result.method,
+        }  # fmt: skip
+        for kind, parts in (("params", result.param_terms), ("macs", result.mac_terms)):
+            terms.extend([name, kind, term, value] for term, value in parts.items() if value)
+    saved, dwconv = {}, {}
+    for size, pair in params.sizes.items():
+        ours, baseline = (count(model, (), SAVED_AT) for model in (pair.vittt, pair.baseline))
+        if "dwconv" not in ours.param_terms:
+            raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
+        saved[size] = saved_percent(ours.macs, baseline.macs)
+        dwconv[size] = ours.param_terms["dwconv"] / 1e6
+
+    folder = paths.results / "complexity"
+    columns = ["row", "model", "resolution", "params_m", "macs_g", "method"]
+    table = [[name, r["model"], r["resolution"][0], r["params_m"], r["macs_g"], r["method"]] for name, r in rows.items()]
+    write_text(folder / "rows.csv", _csv([columns, *table]))
+    write_text(folder / "terms.csv", _csv([["row", "kind", "term", "value"], *terms]))
+    metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
+    identity = make_identity(
+        paths.root, ["stages.complexity"], params, device="none: counted, not run", dtype="fp32", backend="none: counted, not run"
+    )
+    write_record(folder, metrics, identity, time.monotonic() - started)
+    print(f"complexity: {len(rows)} rows; MACs saved at {SAVED_AT}: " + ", ".join(f"{size} {value:.1f} %" for size, value in saved.items()))
+
+
+def _wanted(groups: tuple[RowGroup, ...]) -> Iterator[tuple[str, tuple[tuple[str, str | int], ...], int]]:
+    for group in groups:
+        for model, side, *values in itertools.product(group.models, group.resolutions, *group.vary.values()):
+            yield model, tuple(zip(group.vary, values, strict=True)), side
+
+
+def _progress(rows: list):
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        return track(rows, "counting", console=Console(stderr=True))
+    print(f"complexity: counting {len(rows)} rows")
+    return rows
+
+
+def _csv(rows: list[list]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
+    return stream.getvalue()

@@ -1,0 +1,80 @@
+"""Stage prepare_data: check a data set, or write the embedded one, and record it as a manifest that later stages depend on."""
+
+import dataclasses
+import time
+from typing import Annotated, Literal
+
+import typer
+
+from repro.core.config import load_section, section_keys
+from repro.core.paths import Paths, find_root
+from repro.core.record import make_identity, write_record
+from repro.core.runtime import Runtime, load_runtime
+from repro.data.settings import DigitsSettings, ExpectedCounts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareData:
+    """One cell of the `prepare_data` section. The root is `runtime.data_roots.<kind>`.
+
+    Args:
+        kind: `digits` is written by this stage, `imagenet` must be there.
+        expected: what the data set must hold.
+        generate: how `digits` is written; only there.
+    """
+
+    kind: Literal["digits", "imagenet"]
+    expected: ExpectedCounts
+    generate: DigitsSettings | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "digits") != (self.generate is not None):
+            raise ValueError("generate: needed for kind digits, and for no other")
+
+
+def command(
+    cell: Annotated[str | None, typer.Option(help="One cell of the `prepare_data:` section; all of them without it.")] = None,
+) -> None:
+    """Check a data set, or write the embedded one, and record its manifest."""
+    paths = find_root()
+    runtime = load_runtime(paths)
+    for name in [cell] if cell else section_keys(paths.params, "prepare_data"):
+        run(load_section(PrepareData, paths.params, "prepare_data", name), paths, runtime, name)
+
+
+def run(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
+    """Write `manifest.json`, `metrics.json` and `run.json` into `results/prepare_data/<cell>`.
+
+    Raises:
+        UserError: the data set is missing, badly laid out or not what `expected` says.
+    """
+    from repro.data.digits import write_digits
+    from repro.data.manifest import build_manifest, check_expected, write_manifest
+    from repro.data.tree import scan_tree
+
+    started = time.monotonic()
+    root = runtime.data_root(paths, params.kind)
+    if params.generate is not None:
+        write_digits(root, params.generate)
+    tree = scan_tree(root, params.kind)
+    check_expected(tree, params.expected, f"prepare_data.{cell}.expected")
+    manifest = build_manifest(tree, params.kind, params.generate)
+    folder = paths.cell("prepare_data", cell)
+    write_manifest(folder / "manifest.json", manifest)
+    metrics = {
+        "classes": len(manifest.classes),
+        "train_images": manifest.splits["train"].images,
+        "val_images": manifest.splits["val"].images,
+        "images_mib": round(sum(split.bytes for split in manifest.splits.values()) / 2**20, 1),
+        "departures": len(manifest.departures),
+    }
+    identity = make_identity(
+        paths.root,
+        ["stages.prepare_data"],
+        params,
+        data_manifest=folder / "manifest.json",
+        device="cpu",
+        dtype="uint8",
+        backend="none",
+    )
+    write_record(folder, metrics, identity, time.monotonic() - started)

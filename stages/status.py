@@ -1,0 +1,60 @@
+"""`repro status`: what is fresh, stale, missing or interrupted, and the next command."""
+
+import json
+import subprocess
+import sys
+
+from repro.core.errors import RunError
+from repro.core.paths import Paths, find_root
+
+
+def command() -> None:
+    """Show each stage and cell: fresh, stale, missing or interrupted, and the command to run next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = run(find_root())
+    table = Table("stage", "status", "why")
+    for name, status, why in rows:
+        table.add_row(name, status, why)
+    Console().print(table)
+    waiting = [name for name, status, _ in rows if status != "fresh"]
+    print("next: dvc repro" if waiting else "next: nothing to do; results/tables.md is up to date")
+
+
+def run(paths: Paths) -> list[tuple[str, str, str]]:
+    """(stage, status, why) per stage and cell of dvc.yaml, in its order.
+
+    `interrupted`: a run was stopped and its saved state waits under .runs; `missing`: an output is not there; `stale`: a
+    dependency, a parameter or an output changed since the result was made; else `fresh`.
+
+    Raises:
+        RunError: DVC cannot say.
+    """
+    changed = json.loads(_dvc(paths, "status", "--json"))
+    names = _dvc(paths, "stage", "list", "--name-only").split()
+    rows = []
+    for name in names:
+        whys = [why for why in changed.get(name, []) if why != "always changed"]
+        outs = {out: how for why in whys if isinstance(why, dict) for out, how in why.get("changed outs", {}).items()}
+        deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", {})]
+        stage, _, cell = name.partition("@")
+        state = next(iter(sorted((paths.root / ".runs" / stage).glob(f"{cell}-*/step_*.pt"), reverse=True)), None) if cell else None
+        missing = [out for out, how in outs.items() if how == "deleted"]
+        if state is not None:
+            step = int(state.name.split(".")[0].removeprefix("step_"))
+            rows.append((name, "interrupted", f"stopped after step {step}; it continues from there"))
+        elif missing:
+            rows.append((name, "missing", ", ".join(missing)))
+        elif whys:
+            rows.append((name, "stale", ", ".join([*deps, *outs]) or "never run"))
+        else:
+            rows.append((name, "fresh", ""))
+    return rows
+
+
+def _dvc(paths: Paths, *args: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "dvc", *args], cwd=paths.root, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"dvc {' '.join(args)}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
+    return done.stdout

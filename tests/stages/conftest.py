@@ -1,0 +1,79 @@
+"""A small checkout to run stages in: this project's code, small images, short runs."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARAMS = """
+runtime: {workers: 0, save_every_steps: 3, log_every_steps: 5, data_roots: {digits: data/digits, imagenet: data/imagenet}}
+prepare_data:
+  digits:
+    kind: digits
+    expected: {classes: 10, train: 1438, val: 359}
+    generate: {image_size: 32, val_fraction: 0.2, seed: 0}
+  imagenet:
+    kind: imagenet
+    expected: {classes: 1000, train: 1281167, val: 50000}
+pretrain:
+  nano:
+    model: vittt_nano_patch16_144
+    options: {depth: 1}
+    data: digits
+    seed: 0
+    epochs: 2
+    batch_size: 128
+    drop_path: 0.1
+    snapshot_epochs: [0, 2]
+    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
+    mix: {mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}
+    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0, re_prob: 0.25}
+"""
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """A checkout whose data set is written and whose cell `nano` is not trained; do not change it, copy it."""
+    from repro.core.config import load_section
+    from repro.core.paths import Paths
+    from repro.core.runtime import load_runtime
+    from stages.prepare_data import PrepareData, run
+
+    root = tmp_path_factory.mktemp("prepared")
+    (root / "params.yaml").write_text(PARAMS)
+    (root / "dvc.yaml").write_text("stages: {}\n")
+    for package in ("repro", "kernels", "stages", "profiles"):
+        (root / package).symlink_to(ROOT / package)
+    paths = Paths(root)
+    run(load_section(PrepareData, paths.params, "prepare_data", "digits"), paths, load_runtime(paths), "digits")
+    return root
+
+
+@pytest.fixture
+def checkout(prepared, tmp_path, monkeypatch) -> Path:
+    """A checkout of one's own, as the working directory."""
+    root = tmp_path / "checkout"
+    shutil.copytree(prepared, root, symlinks=True)
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.fixture
+def repro_cli(monkeypatch, capsys):
+    """Run the command line in this process: `repro_cli("pretrain", "--cell", "nano")` -> (exit code, stdout, stderr)."""
+    from repro.cli import main
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["repro", *args])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call

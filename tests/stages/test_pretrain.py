@@ -1,0 +1,176 @@
+"""`repro pretrain` and `repro evaluate` as a user runs them: results, interruption, and every wrong input as one line."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+CELL = Path("results/pretrain/nano")
+WEIGHTS = CELL / "weights.safetensors"
+COMMAND = [sys.executable, "-m", "repro", "pretrain", "--cell", "nano"]
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> Path:
+    """A checkout whose cell `nano` was trained without interruption, by the command itself."""
+    root = tmp_path_factory.mktemp("trained") / "checkout"
+    subprocess.run(["cp", "-a", str(prepared), str(root)], check=True)
+    subprocess.run(COMMAND, cwd=root, check=True, timeout=120)
+    return root
+
+
+def test_what_a_run_leaves(trained):
+    record = json.loads((trained / CELL / "metrics.json").read_text())
+    metrics, identity = record["metrics"], record["identity"]
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"]) == ("digits", 2, 2 * (1438 // 128), 359)
+    assert metrics["params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
+    assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "torch"
+    assert len(identity["code"]) == len(identity["params"]) == len(identity["data_manifest"]) == 16
+    assert set(identity) == {"code", "parent_commit", "params", "data_manifest", "device", "dtype", "backend", "versions"}
+    rows = list(csv.DictReader(open(trained / CELL / "curve.csv")))
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["top1_percent"], rel=1e-5)
+    assert sorted(p.name for p in (trained / CELL / "snapshots").iterdir()) == ["epoch_000.safetensors", "epoch_002.safetensors"]
+    assert (trained / CELL / "snapshots/epoch_002.safetensors").read_bytes() == (trained / WEIGHTS).read_bytes()
+    assert not any((trained / ".runs").rglob("*.pt"))
+
+
+def test_the_same_command_gives_the_same_weights(trained, checkout, repro_cli):
+    assert repro_cli("pretrain", "--cell", "nano")[0] == 0
+    assert WEIGHTS.read_bytes() == (trained / WEIGHTS).read_bytes()
+    assert (CELL / "curve.csv").read_bytes() == (trained / CELL / "curve.csv").read_bytes()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, number, code):
+    process = subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while not list(Path(".runs").glob("pretrain/nano-*/step_*.pt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.002)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert not WEIGHTS.exists() and not (CELL / "metrics.json").exists()
+    if code > 0:
+        assert err.strip().count("\n") == 0 and "is saved; the same command continues" in err
+    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=120, check=True)
+    assert "continuing after step" in done.stdout
+    assert WEIGHTS.read_bytes() == (trained / WEIGHTS).read_bytes()
+
+
+def test_changed_parameters_do_not_continue_the_old_run(checkout, repro_cli):
+    process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL)
+    while not list(Path(".runs").glob("pretrain/nano-*/step_*.pt")):
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    edit("seed: 0\n    epochs: 2", "seed: 1\n    epochs: 1", "snapshot_epochs: [0, 2]", "snapshot_epochs: []")
+    code, out, _ = repro_cli("pretrain", "--cell", "nano")
+    assert code == 0 and "continuing" not in out
+
+
+def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):
+    monkeypatch.chdir(trained)
+    code, out, _ = repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits")
+    top1 = json.loads((CELL / "metrics.json").read_text())["metrics"]["top1_percent"]
+    assert code == 0 and f"top-1 {top1:.2f} %" in out
+    (written,) = Path("results/measured").rglob("metrics.json")
+    assert json.loads(written.read_text())["metrics"]["top1_percent"] == top1
+    assert repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits", "--image-size", "48")[0] == 0
+
+
+def edit(*pairs: str) -> None:
+    path = Path("params.yaml")
+    text = path.read_text()
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+
+
+WRONG_PARAMS = [
+    ("epochs: 2", "epoch: 2", "pretrain.nano.epoch: unknown key; did you mean 'epochs'?"),
+    ("epochs: 2", "epochs: two", "pretrain.nano.epochs: expected int, got str 'two'"),
+    ("epochs: 2", "epochs: -2", "pretrain.nano.epochs: -2 is out of range, must be >= 1"),
+    ("epochs: 2", "epochs: 1", "snapshot_epochs: 2 is after the last epoch"),
+    ("lr: 0.003", "lr: .nan", "pretrain.nano.optim.lr: nan is not a finite number"),
+    ("batch_size: 128", "batch_size: 127", "batch_size: 127 is odd"),
+    ("batch_size: 128", "batch_size: 4096", "only 1438 training images"),
+    ("vittt_nano", "vitt_nano", "no such model; did you mean 'vittt_nano_patch16_144'?"),
+    ("{depth: 1}", "{depht: 1}", "depht"),
+    ("{depth: 1}", "{design: conv3d}", "design 'conv3d' is not one of"),
+    ("image_size: 32, hflip", "image_size: 40, hflip", "image size 40x40: height and width must be positive multiples of the patch size 16"),
+    ("workers: 0", "device: tpu", "runtime.device: str 'tpu' is not one of auto, cpu, cuda"),
+    ("data: digits\n", "data: numbers\n", "results/prepare_data/numbers/manifest.json: no such manifest; run `repro prepare-data`"),
+    ("pretrain:", "pretrain: [", "params.yaml:"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), WRONG_PARAMS)
+def test_wrong_parameters_are_one_line_and_change_nothing(checkout, repro_cli, old, new, message):
+    CELL.mkdir(parents=True)
+    (CELL / "metrics.json").write_text("earlier")
+    edit(old, new)
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 2 and err.startswith("repro: ") and err.count("\n") == 1
+    assert message in err
+    assert [p.name for p in CELL.iterdir()] == ["metrics.json"] and (CELL / "metrics.json").read_text() == "earlier"
+
+
+def test_an_unknown_cell_is_named_with_the_nearest(checkout, repro_cli):
+    code, _, err = repro_cli("pretrain", "--cell", "nan")
+    assert (code, err) == (2, f"repro: {checkout}/params.yaml: pretrain.nan: no such section; did you mean 'nano'?\n")
+
+
+def test_a_missing_imagenet_says_how_to_lay_it_out(checkout, repro_cli):
+    code, _, err = repro_cli("prepare-data", "--cell", "imagenet")
+    assert code == 2 and err.count("\n") == 1 and str(checkout / "data/imagenet") in err
+
+
+def test_changed_data_is_refused(checkout, repro_cli):
+    next(Path("data/digits/train").rglob("*.png")).unlink()
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 2 and err.count("\n") == 1 and "the manifest has" in err
+    assert not CELL.exists()
+
+
+def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
+    image = next(Path("data/digits/train").rglob("*.png"))
+    image.write_bytes(b"\0" * image.stat().st_size)
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 2 and str(image) in err and "unreadable" in err.splitlines()[-1]
+    edit("epochs: 2", "max_unreadable: 1\n    epochs: 2")
+    assert repro_cli("pretrain", "--cell", "nano")[0] == 0
+    assert json.loads((CELL / "metrics.json").read_text())["metrics"]["unreadable_images"] == 1
+
+
+WRONG_WEIGHTS = [
+    (lambda path: path.write_bytes(path.read_bytes()[:2000]), [], "not a readable safetensors file"),
+    (lambda path: path.unlink(), [], "no such weights file"),
+    (lambda path: None, ["--model", "deit_tiny_patch16_224"], "holds weights of vittt_nano_patch16_144, not of deit_tiny_patch16_224"),
+    (lambda path: None, ["--image-size", "40"], "multiples of the patch size 16"),
+]
+
+
+@pytest.mark.parametrize(("damage", "options", "message"), WRONG_WEIGHTS)
+def test_wrong_weights_are_one_line(trained, checkout, repro_cli, damage, options, message):
+    path = checkout / "weights.safetensors"
+    path.write_bytes((trained / WEIGHTS).read_bytes())
+    damage(path)
+    code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", *options)
+    assert code == 2 and err.count("\n") == 1 and message in err
+    assert not Path("results/measured").exists()
+
+
+def test_evaluating_nothing_is_refused(checkout, repro_cli):
+    code, _, err = repro_cli("evaluate", "--model", "vittt_tiny_patch16_224", "--data", "digits")
+    assert code == 2 and "an untrained model has no accuracy" in err

@@ -1,0 +1,61 @@
+"""`repro profile`: what it shows, and that it never loses edited parameters."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import load_yaml
+from repro.core.errors import UserError
+from stages import profile
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
+    shutil.copy(ROOT / "profiles" / "mini.yaml", tmp_path / "params.yaml")
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_committed_parameters_are_the_mini_profile():
+    assert load_yaml(ROOT / "params.yaml") == load_yaml(ROOT / "profiles" / "mini.yaml")
+
+
+def test_use_writes_and_show_names_the_active_one(checkout, capsys):
+    profile.use("paper")
+    assert (checkout / "params.yaml").read_bytes() == (checkout / "profiles" / "paper.yaml").read_bytes()
+    profile.show(None)
+    assert capsys.readouterr().out.endswith("active: paper\nprofiles: mini, paper\n")
+
+
+def test_show_prints_a_profile(checkout, capsys):
+    profile.show("paper")
+    assert capsys.readouterr().out == (checkout / "profiles" / "paper.yaml").read_text()
+
+
+def test_edited_parameters_are_not_overwritten(checkout, capsys):
+    params = checkout / "params.yaml"
+    edited = params.read_text().replace("seed: 0", "seed: 1", 1)
+    params.write_text(edited)
+    profile.show(None)
+    assert "active: none" in capsys.readouterr().out
+    with pytest.raises(UserError, match="of no profile and would be lost"):
+        profile.use("paper")
+    assert params.read_text() == edited
+    profile.use("paper", force=True)
+    assert load_yaml(params) == load_yaml(checkout / "profiles" / "paper.yaml")
+
+
+def test_comments_and_order_are_no_edit(checkout):
+    params = checkout / "params.yaml"
+    params.write_text("# a remark\n" + params.read_text())
+    profile.use("paper")
+
+
+def test_an_unknown_profile_is_named_with_the_nearest(checkout):
+    with pytest.raises(UserError, match="'papr': not known; did you mean 'paper'"):
+        profile.use("papr")
