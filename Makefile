@@ -1,0 +1,64 @@
+# `make reproduce` and `make test` need nothing but Python and this folder: they set up .venv themselves, once.
+# Variables: PYTHON=python3.12 (which interpreter), ARGS="-k loader" (more arguments for pytest).
+
+VENV := .venv
+# what .venv holds: "installing" while it is being filled, then a checksum of the files that say what belongs into it
+STATE := $(VENV)/.installed
+PYTHON :=
+ARGS :=
+# PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
+NEED_GB := 10
+
+.PHONY: help setup test reproduce
+
+help:
+	@echo 'make reproduce   run the whole pipeline; results/tables.md is the page to open afterwards'
+	@echo 'make test        run the tests; ARGS="-k loader" narrows them down'
+	@echo 'make setup       only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
+
+test: setup
+	@# one thread: the tests are many small ones, and the machine is shared with what they start
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest $(ARGS)
+
+reproduce: setup
+	@# DVC asks for a Git repository unless told otherwise: an unpacked archive is none
+	@[ -e .git ] || $(VENV)/bin/dvc config --local core.no_scm true
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" dvc repro --force
+
+# An installation that was cut short is thrown away: pip takes a package for installed when some of its files are missing.
+# A .venv without our state file is somebody's own: it is installed into, and not thrown away when that fails.
+setup:
+	@set -e; \
+	fail() { echo "make: $$1" >&2; exit 1; }; \
+	recent() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; \
+	wanted=$$(cat requirements.lock pyproject.toml | cksum); \
+	state=$$(cat $(STATE) 2>/dev/null || true); \
+	if [ "$$state" = "$$wanted" ] && recent $(VENV)/bin/python; then exit 0; fi; \
+	if [ "$$state" = installing ] || { [ -n "$$state" ] && ! recent $(VENV)/bin/python; }; then \
+		echo "make: $(VENV) is unfinished or damaged and is made anew"; rm -rf $(VENV); \
+	fi; \
+	python=; \
+	if [ ! -e $(VENV) ]; then \
+		for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
+			if recent "$$candidate"; then python=$$candidate; break; fi; \
+		done; \
+		[ -n "$$python" ] || \
+			fail "$(or $(PYTHON),python3) is not Python 3.11 or newer; install one, or name it: make PYTHON=/path/to/it"; \
+		"$$python" -c 'import venv, ensurepip' 2>/dev/null || \
+			fail "$$python has no venv module (Debian, Ubuntu: apt install python3-venv); install it, or name another: make PYTHON=..."; \
+	fi; \
+	free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1048576) }'); \
+	{ [ -n "$$state" ] && [ -z "$$python" ]; } || [ "$$free" -ge $(NEED_GB) ] || \
+		fail "$$free GB are free here, the installation needs $(NEED_GB) GB; make room (NEED_GB=... overrides)"; \
+	mkdir -p $(VENV); \
+	if [ ! -x $(VENV)/bin/python ]; then \
+		[ -n "$$python" ] || fail "$(VENV) has no Python in it; remove it"; \
+		echo installing > $(STATE); "$$python" -m venv $(VENV); \
+	fi; \
+	recent $(VENV)/bin/python || fail "$(VENV) has a Python older than 3.11; remove it"; \
+	[ -z "$$state$$python" ] || echo installing > $(STATE); \
+	echo "make: installing into $(VENV); some minutes, once"; \
+	{ $(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.lock && \
+		$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .; } || \
+		fail "the installation failed, see above; the same command tries again"; \
+	echo "$$wanted" > $(STATE).new; mv $(STATE).new $(STATE)
