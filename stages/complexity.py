@@ -108,7 +108,8 @@ def run(params: ComplexityParams, paths: Paths) -> None:
         paths.root, ["stages.complexity"], params, device="none: counted, not run", dtype="fp32", backend="none: counted, not run"
     )
     write_record(folder, metrics, identity, time.monotonic() - started)
-    print(f"complexity: {len(rows)} rows; MACs saved at {SAVED_AT}: " + ", ".join(f"{size} {value:.1f} %" for size, value in saved.items()))
+    savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
+    print(f"complexity: {len(rows)} rows; MACs saved at {SAVED_AT}: {savings}")
 
 
 def _wanted(groups: tuple[RowGroup, ...]) -> Iterator[tuple[str, tuple[tuple[str, str | int], ...], int]]:

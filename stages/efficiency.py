@@ -26,7 +26,7 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizePair:
-    """A size of Vittt and the softmax-attention baseline that it is compared with, which runs with unfused and fused attention."""
+    """A size of Vittt and the softmax-attention baseline that it is compared with; that runs with unfused and fused attention."""
 
     vittt: str
     baseline: str
@@ -138,7 +138,8 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
         print(_line(rows[-1]), flush=True)
     op_sizes = dataclasses.asdict(params.op)
     op = {**op_rate(**op_sizes, device=device.type, dtype=params.dtype, backend=params.backend), "device": label}
-    print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {100 * op['share_of_matmul_rate']:.0f} % of the matrix-product rate")
+    share_percent = 100 * op["share_of_matmul_rate"]
+    print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {share_percent:.1f} % of the matrix-product rate")
 
     metrics = {
         "rows": rows,
@@ -163,12 +164,16 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
 
 def _models(params: EfficiencyParams) -> list[tuple[str, str | None]]:
     compared = [
-        row for pair in params.sizes.values() for row in ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused"))
+        row
+        for pair in params.sizes.values()
+        for row in ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused"))
     ]
     return compared + [(model, None) for model in params.others]
 
 
-def _compare(params: EfficiencyParams, rows: list[dict], key: str, ratio: Callable[[float, float], float]) -> dict[str, dict[str, Any]]:
+def _compare(
+    params: EfficiencyParams, rows: list[dict], key: str, ratio: Callable[[float, float], float]
+) -> dict[str, dict[str, Any]]:
     by_place = {(row["model"], row["attention"], row["resolution"][0]): row for row in rows}
     compared: dict[str, dict[str, Any]] = {}
     for size, pair in params.sizes.items():
@@ -180,8 +185,9 @@ def _compare(params: EfficiencyParams, rows: list[dict], key: str, ratio: Callab
             if ours and theirs and ours[key] and theirs[key]:
                 values[name] = ratio(ours[key], theirs[key])
             else:
-                missing = [row["status"] if row else "not in params" for row in (ours, theirs)]
-                values |= {name: None, f"{name}_reason": f"at {COMPARED_AT}: {pair.vittt} {missing[0]}, {pair.baseline} {missing[1]}"}
+                how = [row["status"] if row else "not in params" for row in (ours, theirs)]
+                values[name] = None
+                values[f"{name}_reason"] = f"at {COMPARED_AT}: {pair.vittt} {how[0]}, {pair.baseline} {how[1]}"
     return compared
 
 

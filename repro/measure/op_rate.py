@@ -12,7 +12,8 @@ from .terms import ttt_linear_macs
 
 
 def op_rate(
-    *, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, matmul_side: int, repeats: int, device: str, dtype: str, backend: str
+    *, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, matmul_side: int, repeats: int,
+    device: str, dtype: str, backend: str,
 ) -> dict[str, Any]:
     """Time the op and a square matrix product in turn, so that a drifting clock or a busy machine meets both alike.
 
@@ -43,9 +44,7 @@ def op_rate(
     a, b = (random(matmul_side, matmul_side, dtype=cast) for _ in range(2))
     steps = {
         "matmul": lambda: a @ b,
-        "op": lambda: ttt_linear_bidir(
-            q, k, v, lr, scale, W0, b0, weight, bias, chunk_size=chunk_size, backend=backend
-        ),
+        "op": lambda: ttt_linear_bidir(q, k, v, lr, scale, W0, b0, weight, bias, chunk_size=chunk_size, backend=backend),
     }
     samples: dict[str, list[float]] = {name: [] for name in steps}
     timer = STEP_TIMERS[torch.device(device).type]
@@ -72,6 +71,7 @@ def op_rate(
         **{f"{name}_samples_ms": [round(s, 3) for s in samples[name]] for name in steps},
         "backend": selected_backend(backend, torch.device(device)),
         "sizes": {
-            "batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "chunk_size": chunk_size, "matmul_side": matmul_side,
+            "batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "chunk_size": chunk_size,
+            "matmul_side": matmul_side,
         },
     }  # fmt: skip

@@ -25,7 +25,8 @@ SLOW_STEPS = 3
 MIN_STEPS = 10
 WARM_UP_S = 1.0
 _OUT_OF_MEMORY = (
-    "out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
+    "out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 
 
@@ -233,13 +234,15 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         "samples_ms": [round(s, 3) for s in samples],
     }
     if interval is None:
-        row["latency_ms_ci95_reason"] = f"{len(samples)} steps of more than {SLOW_STEP_S:g} s are too few for a 95 % interval of the median"
+        row["latency_ms_ci95_reason"] = f"steps of over {SLOW_STEP_S:g} s: {len(samples)} of them give no 95 % interval of the median"
     if peak_mib is None:
         row["peak_memory_mib_reason"] = "this system has no /proc/self/status"
     return row
 
 
-def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None) -> tuple[list[float], float | None, str]:
+def _sample(
+    step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None
+) -> tuple[list[float], float | None, str]:
     """(milliseconds of each timed step, peak memory in MiB, how the peak was read)."""
     import torch
 

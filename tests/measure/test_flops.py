@@ -111,7 +111,9 @@ def test_deit_closed_form_equals_the_counters(resolution):
     assert cost(DEIT, {}, resolution).macs == counted_macs(model, resolution) == torch_macs(DEIT, {}, resolution)
 
 
-@pytest.mark.parametrize("name", ["regnety_002", "efficientnet_b0", "convnext_atto", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize(
+    "name", ["regnety_002", "efficientnet_b0", "convnext_atto", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224"]
+)
 def test_other_models_are_counted_on_unfused_attention(name):
     counted = cost(name, {}, (224, 224))
     assert counted.params == sum(p.numel() for p in build.create(name, {}, (224, 224)).parameters())
