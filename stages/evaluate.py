@@ -46,7 +46,7 @@ def run(
     from repro.data.imagenet import ImageFolder, eval_transform
     from repro.data.loader import EvalLoader
     from repro.data.manifest import open_root, read_manifest
-    from repro.models.registry import build_model, family_module
+    from repro.models.registry import family_module
     from repro.models.weights import load_weights, read_metadata
     from repro.tasks.classification import accuracy
 
@@ -60,13 +60,13 @@ def run(
     if weights is not None:
         metadata = read_metadata(weights)
         name = model or metadata["model"]
-        network = build_model(name, **(metadata["options"] if name == metadata["model"] else {}))
+        network = _build(name, **(metadata["options"] if name == metadata["model"] else {}))
         load_weights(weights, network, name=name)
         if metadata["classes"] != list(tree.classes):
             raise UserError(f"{weights}: was trained on other classes ({len(metadata['classes'])}) than {data} has ({len(tree.classes)})")
         transform = TransformSettings.from_preprocessing(metadata["preprocessing"], image_size)
     else:
-        name, network = model, build_model(model, pretrained=True)
+        name, network = model, _build(model, pretrained=True)
         transform = TransformSettings.from_preprocessing(network.pretrained_cfg, image_size)
         if network.num_classes != len(tree.classes):
             raise UserError(f"{model}: has {network.num_classes} classes, {data} has {len(tree.classes)}")
@@ -93,3 +93,12 @@ def run(
     write_record(paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}", metrics, identity, time.monotonic() - started)
     print(f"{name} on {data} at {transform.image_size}: top-1 {numbers['top1_percent']:.2f} %, top-5 {numbers['top5_percent']:.2f} % of {numbers['images']:.0f} images")
     return numbers
+
+
+def _build(name: str, **options):
+    from repro.models.registry import build_model
+
+    try:
+        return build_model(name, **options)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: timm has no published weights of that name
+        raise UserError(f"evaluate: {error}") from None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from repro.core.config import bounded, load_section, params_hash, section_keys
+from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime, seed_everything
@@ -92,7 +93,10 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
         torch.set_num_threads(runtime.threads)
     seed_everything(params.seed)
     options = {**params.options, "num_classes": len(tree.classes), "img_size": params.transform.image_size}
-    model = build_model(params.model, **options, drop_path_rate=params.drop_path).to(device)
+    try:
+        model = build_model(params.model, **options, drop_path_rate=params.drop_path).to(device)
+    except ValueError as error:
+        raise UserError(f"pretrain.{cell}: {error}") from None
 
     train_set = ImageFolder(tree, "train", train_transform(params.transform), seed=params.seed, max_unreadable=params.max_unreadable)
     val_set = ImageFolder(tree, "val", eval_transform(params.transform))

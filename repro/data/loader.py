@@ -10,6 +10,8 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +129,7 @@ class _Loader:
             # Left to itself, DataLoader ends its workers too late where a traceback still refers to its iterator, and at exit
             # multiprocessing would send SIGTERM, which ours ignore, and wait for ever. Called here, when this object goes, and
             # at exit, before multiprocessing's own handler: handlers run in the reverse order of their registration.
-            self._end_workers = weakref.finalize(self, self._iterator._shutdown_workers)
+            self._end_workers = weakref.finalize(self, _end_workers, self._iterator)
             atexit.register(self._end_workers)
         while (batch := self._next()) is not None:
             yield tuple(batch)
@@ -138,10 +140,12 @@ class _Loader:
         except UserError:
             self.dataset.require_readable()  # the worker's error again, but as one line and not as its traceback
             raise
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
+        except (RuntimeError, OSError, EOFError):
+            # which of these a dead worker causes depends on when it died
+            workers = getattr(self._iterator, "_workers", [])
+            if not workers or not wait([worker.sentinel for worker in workers], timeout=1):
                 raise
-            raise RunError(f"a loading process died ({error}); mostly for want of memory: lower runtime.workers") from None
+            raise RunError("a loading process died, mostly for want of memory: lower runtime.workers") from None
 
 
 class TrainLoader(_Loader):
@@ -200,6 +204,14 @@ class EvalLoader(_Loader):
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(0, 0)
+
+
+def _end_workers(iterator: Any) -> None:
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        if worker.is_alive():  # it waits for a lock that another one took with it when it died
+            worker.kill()
+            worker.join()
 
 
 def _ignore_signals(worker_id: int) -> None:

@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import timm
 import torch
 from timm.layers import set_fused_attn, use_fused_attn
 
-from .. import models as _registered  # noqa: F401  importing the package registers its models with timm
+from ..models.registry import build_model
 
 
 @contextlib.contextmanager
@@ -38,10 +37,8 @@ def create(
         device: `meta` builds shapes without memory.
 
     Raises:
-        ValueError: the name is not registered.
+        ValueError: an unknown name, or options that the model refuses.
     """
-    if not timm.is_model(name):
-        raise ValueError(f"{name}: no such model; known are timm's and the vittt_* of repro.models")
     with fused_attention(fused):
         try:
             return _create(name, options, resolution, device).eval()
@@ -54,9 +51,4 @@ def create(
 
 def _create(name: str, options: Mapping[str, Any], resolution: tuple[int, int], device: str | torch.device) -> torch.nn.Module:
     with torch.device(device):
-        try:
-            return timm.create_model(name, img_size=resolution, **options)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            return timm.create_model(name, **options)
+        return build_model(name, img_size=resolution, **options)

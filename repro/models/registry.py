@@ -8,28 +8,33 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..core.errors import UserError
-
 Grid = tuple[int, int]
 
 
-def build_model(name: str, **options: Any) -> nn.Module:
+def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
     """`timm.create_model` for this project's families and timm's own, with errors of one line.
 
     Args:
         name: registered name.
-        options: what the model takes.
+        img_size: what the model is built for; left out for models that take images of any size.
+        options: what else the model takes.
 
     Raises:
-        UserError: an unknown name, or options that the model refuses.
+        ValueError: an unknown name, or options that the model refuses.
     """
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=1)
-        raise UserError(f"{name}: no such model" + (f"; did you mean {close[0]!r}?" if close else "; timm.list_models() names all"))
+        raise ValueError(f"{name}: no such model" + (f"; did you mean {close[0]!r}?" if close else "; timm.list_models() names all"))
+    sized = {} if img_size is None else {"img_size": img_size}
     try:
-        return timm.create_model(name, **options)
+        try:
+            return timm.create_model(name, **sized, **options)
+        except TypeError as error:
+            if not sized or "img_size" not in str(error):
+                raise
+            return timm.create_model(name, **options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"{name}: cannot be built with {options}: {error}") from None
+        raise ValueError(f"{name}: cannot be built with {sized | options}: {error}") from None
 
 
 def family_module(name: str) -> str:

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import timm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from ..core.errors import UserError
 from ..core.record import atomic
+from .registry import build_model
 
 _KEY = "vision_ttt_repro"  # the one metadata key; several would be written in an order that changes from run to run
 
@@ -80,7 +80,7 @@ def load_weights(path: Path, model: nn.Module, *, name: str) -> dict[str, Any]:
 def build_from_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model that a weights file describes, filled with it and in eval mode, and the file's metadata."""
     metadata = read_metadata(path)
-    model = timm.create_model(metadata["model"], **metadata["options"])
+    model = build_model(metadata["model"], **metadata["options"])
     load_weights(path, model, name=metadata["model"])
     return model.eval(), metadata
 
