@@ -29,11 +29,11 @@ from torch import Tensor
 
 # Sizes that keep scratch memory in the cache and operations large enough to pay for their dispatch. Images are taken in blocks
 # of at most _BLOCK_GROUPS groups, a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk counts for 16 tokens at
-# least: its state takes that much memory). No segment is shorter than _SEGMENT_CHUNKS chunks, so that the states kept for the
-# backward pass, one of D + 1 rows per group and segment, stay smaller than the output.
+# least, because of the memory of its state) but no fewer than _SEGMENT_TOKENS tokens, so that the states kept for the backward
+# pass, of D + 1 rows per group and segment, take at most half the memory of the output at D = 64.
 _BLOCK_GROUPS = 48
 _SEGMENT_ROWS = 4096
-_SEGMENT_CHUNKS = 8
+_SEGMENT_TOKENS = 128
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _ONLY_INPUT = (True, False, False)  # of LayerNorm's backward: no gradients of weight and bias
@@ -111,9 +111,10 @@ def backward(
     dS, dc, dgamma, dmu = sums  # (R,H,...)
     dtoken_scale = torch.zeros_like(token_scale)
     dtoken_scale[:, : dc.shape[-1]] = dc.sum(1)
-    gradients = dq, dk, dv, drate[..., 0].sum(2), dtoken_scale, dS[:, :, :D], dS[:, :, D], dgamma[:, :, 0], dmu[:, :, 0]
-    inputs = q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias
-    return tuple(g.to(x.dtype).contiguous() for g, x in zip(gradients, inputs, strict=True))
+    sums = drate[..., 0].sum(2), dtoken_scale, dS[:, :, :D], dS[:, :, D], dgamma[:, :, 0], dmu[:, :, 0]
+    inputs = lr, token_scale, W0, b0, ln_weight, ln_bias
+    # copies: the results of an operator may not share memory
+    return dq, dk, dv, *(x.new_empty(x.shape).copy_(gradient) for x, gradient in zip(inputs, sums, strict=True))
 
 
 def _images_per_block(shape: Sequence[int]) -> int:
@@ -135,16 +136,16 @@ def _split(shape: Sequence[int], chunk_size: int) -> tuple[int, int, int, int]:
     n = torch.sym_min(chunk_size, T)
     full = T // n
     rows = _images_per_block(shape) * R * H * torch.sym_max(n, 16)
-    per_segment = torch.sym_max(_SEGMENT_CHUNKS, _SEGMENT_ROWS // rows)
+    per_segment = torch.sym_max((_SEGMENT_TOKENS + n - 1) // n, _SEGMENT_ROWS // rows)
     return n, full, (full + per_segment - 1) // per_segment, (T + n - 1) // n - full
 
 
 def _plan(shape: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]]:
-    """The segments in scan order: first token, chunks, tokens of a chunk. A ragged last chunk is a segment of its own."""
+    """The segments in scan order: first chunk among those of its length, chunks, tokens of a chunk. A short chunk is alone."""
     n, full, segments, tail = _split(shape, chunk_size)
     even = -(-full // segments)
-    plan = [(first * n, min(even, full - first), n) for first in range(0, full, even)]
-    return plan + [(full * n, 1, shape[1] - full * n)] * tail
+    plan = [(first, min(even, full - first), n) for first in range(0, full, even)]
+    return plan + [(0, 1, shape[1] - full * n)] * tail
 
 
 class _Scan:
@@ -169,10 +170,13 @@ class _Scan:
         self.c = per_group(token_scale[:, None, : min(chunk_size, T)].expand(R, H, -1))  # (G, tokens of a full chunk)
         forth, back = numbers(T, T, 1), numbers(T, T, 1).flip(0)
         token = torch.stack([back if flag else forth for flag in reverse], 1)[:, None]  # (T,1,R,1)
-        row = ((numbers(B, B, 1, 1) * T + token) * R + numbers(R, R, 1)) * H + numbers(H, H)
-        self.rows = row.flatten(1)  # (T,G)
+        row = (((numbers(B, B, 1, 1) * T + token) * R + numbers(R, R, 1)) * H + numbers(H, H)).flatten(1)  # (T,G)
+        n, full, _, tail = _split(shape, chunk_size)
+        self.rows = {n: row[: full * n].view(full, n, -1).mT.contiguous()}  # by length of chunk: (chunks,G,n)
+        if tail:
+            self.rows[T - full * n] = row[full * n :].mT.contiguous().unsqueeze(0)
         rate = lr.to(self.dtype).unsqueeze(2).expand(B, T, R, H).reshape(-1)
-        self.rate = rate.index_select(0, self.rows.view(-1)).view_as(self.rows)  # (T,G)
+        self.rates = {n: rate.take(rows) for n, rows in self.rows.items()}
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -181,10 +185,10 @@ class _Scan:
         """The plan's segments of these numbers; one of the same size as its predecessor reuses its memory. S: see `_Segment`."""
         segment = None
         for number in numbers:
-            start, m, n = self.plan[number]
+            first, m, n = self.plan[number]
             if segment is None or segment.size != (m, n):
                 segment = _Segment(self, m, n, S)
-            segment.start = start
+            segment.rows, segment.rate = (x[n][first : first + m] for x in (self.rows, self.rates))  # (m,G,n)
             yield number, segment
 
 
@@ -197,7 +201,7 @@ class _Segment:
 
     def __init__(self, scan: _Scan, m: int, n: int, S: Tensor | None):
         (G, _, D), new, keep = scan.S0.shape, scan.new, S is None
-        self.shared, self.size, self.start = scan, (m, n), 0
+        self.shared, self.size = scan, (m, n)
         self.mask, self.c_last = scan.c[:, :n, None].expand(G, n, n).tril(), scan.c[:, n - 1 : n]
         self.gamma2 = scan.gamma.square()
         self.zero, self.root = new(m, G, n, 1).zero_(), new(m, G, n, 1).fill_(scan.root)
@@ -218,10 +222,7 @@ class _Segment:
 
     def load(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Gather the segment's rows and rates, and compute all that does not depend on the state."""
-        scan, (m, n) = self.shared, self.size
-        tokens = slice(self.start, self.start + m * n)
-        rows, self.rate = (x[tokens].view(m, n, -1).transpose(1, 2) for x in (scan.rows, scan.rate))  # (m,G,n)
-        self.rows = rows.reshape(-1)
+        scan = self.shared
         for source, target in ((k, self.K[..., :-1]), (q, self.Q[..., :-1]), (v, self.difference)):
             _gather(source, self.rows, target)
         torch.sub(self.K[..., :-1], self.difference, out=self.difference)
@@ -231,15 +232,14 @@ class _Segment:
 
     def scan(self) -> None:
         """The sequential part: Z and QW + β, the inner gradient G and the next state, chunk by chunk."""
-        shared, zero, root = self.shared, self.zero[0], self.root[0]
-        D, eps, gamma2 = shared.D, shared.norm_eps, self.gamma2 * shared.root
+        zero, root, eps, gamma2 = self.zero[0], self.root[0], self.shared.norm_eps, self.gamma2 * self.shared.root
         for KQ, ZO, Z, PT, target, x, h, g, G, S, S_next in self.steps:
             torch.bmm(KQ, S, out=ZO)
             torch.linalg.vector_norm(Z, dim=-1, keepdim=True, out=h)
             torch.hypot(h, eps, out=h)
             torch.div(Z, h, out=x)
             torch.addcmul(target, x, gamma2, out=g)
-            torch.div(_layer_norm_backward(g, x, (D,), zero, root, None, None, _ONLY_INPUT)[0], h, out=G)
+            torch.div(_project(g, x, zero, root), h, out=G)
             torch.baddbmm(S, PT, G, alpha=-1, out=S_next)
 
     def unit_output(self, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,10 +248,6 @@ class _Segment:
         h = torch.linalg.vector_norm(O, dim=-1, keepdim=True)
         torch.hypot(h, self.shared.norm_eps, out=h)
         return O.div_(h), h
-
-    def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """√D (y − mean(y) − x (x·y)) for rows of the whole segment."""
-        return _layer_norm_backward(y, x, (self.shared.D,), self.zero, self.root, None, None, _ONLY_INPUT)[0]
 
 
 def _segment_backward(
@@ -262,47 +258,60 @@ def _segment_backward(
     Returns dQ, dK, dV (m,G,n,D) and the rates' gradient (m,G,n); adds to dc, dgamma and dmu.
     """
     scan, (_, n) = s.shared, s.size
+    zero, root, D = s.zero[0], s.root[0], scan.D
     E = s.mask * s.rate.unsqueeze(-2)
     A = s.QK * E
     O, h_O = s.unit_output(A)
     dy = _gather(dout, s.rows, torch.empty_like(s.G))
-    dgamma += scan.root * (dy * O).sum((0, 2)).unsqueeze(1)
-    dmu += dy.sum((0, 2)).unsqueeze(1)
-    dO = s.project(dy * scan.gamma, O).div_(h_O)
+    dgamma += scan.root * _column_sum(dy * O)
+    dmu += _column_sum(dy)
     dZO = torch.empty_like(s.ZO)
-    dZO[:, :, 1::2] = dO
+    dZ, dO = dZO[:, :, ::2], dZO[:, :, 1::2]
+    torch.div(_project(dy * scan.gamma, O, s.zero, s.root), h_O, out=dO)
     dA = torch.bmm(_flat(dO), _flat(s.G).mT).view_as(A).neg_()
-    u = torch.bmm(_flat(A).mT, _flat(dO)).view_as(dO).neg_()
-    dg, dP, g_x = torch.empty_like(s.G), torch.empty_like(s.P), (s.g * s.x).sum(-1, keepdim=True)
+    u, dg, minus_dP = torch.empty_like(s.G), torch.empty_like(s.G), torch.empty_like(s.P)
+    _flat(u).baddbmm_(_flat(A).mT, _flat(dO), beta=0, alpha=-1)
+    gx = _row_sum(s.g * s.x)
 
-    zero, root, D = s.zero[0], s.root[0], scan.D
-    parts = (s.KQ.mT, s.P, s.x, s.h, s.G, g_x, u, dg, dP, dZO, dZO[:, :, ::2])
-    for KQT, P, x, h, G, gx, u_c, dg_c, dP_c, dZO_c, dZ_c in reversed(list(zip(*(t.unbind(0) for t in parts), strict=True))):
-        u_c.baddbmm_(P, dS, alpha=-1)
-        torch.div(_layer_norm_backward(u_c, x, (D,), zero, root, None, None, _ONLY_INPUT)[0], h, out=dg_c)
-        dZ = _layer_norm_backward(dg_c * s.gamma2, x, (D,), zero, root, None, None, _ONLY_INPUT)[0]
-        dZ.addcmul_(gx, dg_c, value=-1)
-        dZ.addcmul_((u_c * x).sum(-1, keepdim=True), G, value=-1)
-        dZ.addcmul_((u_c * G).sum(-1, keepdim=True), x, value=-1)
-        torch.div(dZ, h, out=dZ_c)
-        torch.bmm(G, dS.mT, out=dP_c)
-        dS.baddbmm_(KQT, dZO_c)
+    steps = zip(*(part.unbind(0) for part in (s.KQ.mT, s.P, s.x, s.h, s.G, gx, u, dg, minus_dP, dZO, dZ)), strict=True)
+    for KQT, P, x, h, G, gx, u, dg_out, minus_dP_out, dZO_chunk, dZ_out in reversed(list(steps)):
+        u.baddbmm_(P, dS, alpha=-1)
+        torch.div(_project(u, x, zero, root), h, out=dg_out)
+        from_norm = _project(dg_out * s.gamma2, x, zero, root).addcmul_(gx, dg_out, value=-1)
+        from_norm.addcmul_(_row_sum(u * x), G, value=-1).addcmul_(_row_sum(u * G), x, value=-1)
+        torch.div(from_norm, h, out=dZ_out)
+        torch.bmm(G, dS.mT, out=minus_dP_out)
+        dS.baddbmm_(KQT, dZO_chunk)
 
-    dtau = dg * scan.gamma
-    dgamma += 2 * scan.root * scan.gamma * (s.x * dg).sum((0, 2)).unsqueeze(1)
-    dgamma += (s.difference.add_(scan.mu) * dg).sum((0, 2)).unsqueeze(1)
-    dmu += dtau.sum((0, 2)).unsqueeze(1)
-    dP.neg_()
-    dE, dQK = dA * s.QK, dA * E
+    # g = γ²√D x + γ(μ + K − V)
+    sum_dg = _column_sum(dg)
+    dgamma += scan.mu * sum_dg + _column_sum(torch.addcmul(s.difference, s.x, 2 * scan.root * scan.gamma).mul_(dg))
+    dmu += scan.gamma * sum_dg
+    dtau = dg.mul_(scan.gamma)
+    dE, dQK = dA * s.QK, dA.mul_(E)
     dKQ = torch.bmm(_flat(dZO), _flat(s.states[:-1])[:, :D].mT).view_as(dZO)
-    dQ = torch.bmm(_flat(dQK), _flat(s.K[..., :D])).view_as(dO).add_(dKQ[:, :, 1::2]).add_(dy)
-    dK = torch.bmm(_flat(dQK).mT, _flat(s.Q[..., :D])).view_as(dO).add_(dKQ[:, :, ::2]).add_(dtau)
-    dK.addcmul_(dP[..., :D], (s.c_last * s.rate).unsqueeze(-1))
-    de = (dP * s.K).sum(-1)
-    drate = torch.addcmul((dE * s.mask).sum(-2), de, s.c_last)
-    dc[:, :n] += (dE * s.rate.unsqueeze(-2)).sum(0).tril_().sum(-1)
-    dc[:, n - 1] += (de * s.rate).sum((0, 2))
+    dQ = torch.bmm(_flat(dQK), _flat(s.K[..., :D])).view_as(dtau).add_(dKQ[:, :, 1::2]).add_(dy)
+    dK = torch.bmm(_flat(dQK).mT, _flat(s.Q[..., :D])).view_as(dtau).add_(dKQ[:, :, ::2]).add_(dtau)
+    dK.addcmul_(minus_dP[..., :D], (s.c_last * s.rate).unsqueeze(-1), value=-1)
+    minus_de = minus_dP.mul_(s.K).sum(-1)
+    drate = torch.addcmul((dE * s.mask).sum(-2), minus_de, s.c_last, value=-1)
+    dc[:, :n] += dE.mul_(s.rate.unsqueeze(-2)).sum(0).tril_().sum(-1)
+    dc[:, n - 1] -= minus_de.mul_(s.rate).sum(2).sum(0)
     return dQ, dK, dtau.neg_(), drate
+
+
+def _project(y: Tensor, x: Tensor, zero: Tensor, root: Tensor) -> Tensor:
+    """√D (y − mean(y) − x (x·y)) row by row; zero and root hold 0 and √D for every row."""
+    return _layer_norm_backward(y, x, (x.shape[-1],), zero, root, None, None, _ONLY_INPUT)[0]
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)
+
+
+def _column_sum(x: Tensor) -> Tensor:
+    """(m,G,n,D) -> (G,1,D). Two reductions, each over one axis, are much faster than one over both."""
+    return x.sum(2, keepdim=True).sum(0)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -314,13 +323,13 @@ def _gather(source: Tensor, rows: Tensor, target: Tensor) -> Tensor:
     """target (m,G,n,D) = rows of source (..., D), in target's dtype."""
     source, flat = source.view(-1, source.shape[-1]), target.view(-1, target.shape[-1])
     if source.dtype == target.dtype:
-        torch.index_select(source, 0, rows, out=flat)
+        torch.index_select(source, 0, rows.view(-1), out=flat)
     else:
-        flat.copy_(source.index_select(0, rows))
+        flat.copy_(source.index_select(0, rows.view(-1)))
     return target
 
 
 def _scatter(target: Tensor, rows: Tensor, source: Tensor) -> None:
     """Rows of target (..., D) = source (m,G,n,D), in target's dtype."""
     target = target.view(-1, target.shape[-1])
-    target.index_copy_(0, rows, source.reshape(-1, target.shape[-1]).to(target.dtype))
+    target.index_copy_(0, rows.view(-1), source.reshape(-1, target.shape[-1]).to(target.dtype))

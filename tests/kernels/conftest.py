@@ -1,0 +1,57 @@
+"""Random inputs of TTT-Linear, and a fixture that poisons uninitialised memory."""
+
+import pytest
+import torch
+
+NAMES = ("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias")
+
+
+@pytest.fixture
+def make_inputs():
+    """make_inputs(B, T, H, D, chunk, R=None, dtype=fp64, seed=0) -> the nine tensors, of `ttt_linear_bidir` with R=2."""
+
+    def make(B, T, H, D, chunk, R=None, dtype=torch.float64, seed=0):
+        random = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, scale=1.0, mean=0.0):
+            return mean + scale * torch.randn(shape, generator=random, dtype=torch.float64)
+
+        r = () if R is None else (R,)
+        tokens, head = (B, T, *r, H, D), (*r, H, D)
+        lr = torch.sigmoid(normal(B, T, H)) / D
+        scale = (1 / torch.arange(1, chunk + 1) + normal(*r, chunk, scale=0.02)).clamp(min=0)
+        W0, b0 = normal(*head, D, scale=0.1), normal(*head, scale=0.1)
+        inputs = (normal(*tokens), normal(*tokens), normal(*tokens), lr, scale, W0, b0)
+        inputs += (normal(*head, scale=0.1, mean=1.0), normal(*head, scale=0.1))
+        low = dtype in (torch.bfloat16, torch.float16)
+        return tuple(x.to(torch.float32 if low and i > 2 else dtype) for i, x in enumerate(inputs))
+
+    return make
+
+
+@pytest.fixture
+def relative():
+    """relative(a, b) -> max |a − b| / max |b| in fp64; infinite when either is not finite."""
+
+    def measure(a, b):
+        a, b = a.detach().double(), b.detach().double()
+        assert a.shape == b.shape
+        error = (a - b).abs().max() / b.abs().max()
+        return error.item() if error.isfinite() else float("inf")
+
+    return measure
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Every tensor that torch.empty* and Tensor.new_empty return holds NaN, so that an element never written shows."""
+
+    def poison(function):
+        def filled(*args, **kwargs):
+            x = function(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() and x.device.type != "meta" else x
+
+        return filled
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
