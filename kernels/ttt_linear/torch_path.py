@@ -216,9 +216,13 @@ class _Segment:
         self.QK = new(m, G, n, n)
         self.ZO = new(m, G, 2 * n, D)
         self.x, self.h, self.g = (new(m, *s) if keep else new(*s).expand(m, *s) for s in ((G, n, D), (G, n, 1), (G, n, D)))
-        self.states = new(m + 1, G, D + 1, D) if keep else S.expand(m + 1, *S.shape)
+        if keep:
+            self.states = new(m + 1, G, D + 1, D)
+            before, after = self.states[:-1].unbind(0), self.states[1:].unbind(0)
+        else:
+            before = after = [S] * m  # one and the same tensor, so that the update knows to work in place
         parts = (self.KQ, self.ZO, self.ZO[:, :, ::2], self.P.mT, self.target, self.x, self.h, self.g, self.G)
-        self.steps = list(zip(*(x.unbind(0) for x in (*parts, self.states[:-1], self.states[1:])), strict=True))
+        self.steps = list(zip(*(x.unbind(0) for x in parts), before, after, strict=True))
 
     def load(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Gather the segment's rows and rates, and compute all that does not depend on the state."""

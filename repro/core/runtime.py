@@ -107,4 +107,6 @@ def seed_everything(seed: int, *, deterministic: bool = True) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # a debugging aid that the switch above brings along: every empty tensor would be filled first
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False
