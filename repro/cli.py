@@ -52,6 +52,3 @@ def main() -> None:
             raise
         print(f"repro: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("repro: stopped by signal 2", file=sys.stderr)
-        sys.exit(130)

@@ -109,6 +109,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
     import torch
 
     from kernels import selected_backend
+    from repro.measure.flops import cost
     from repro.measure.op_rate import op_rate
     from repro.measure.speed import RowSpec, measure
 
@@ -127,12 +128,16 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
         for side in params.resolutions
         for model, attention in _models(params)
     ]
+    try:
+        backend = selected_backend(params.backend, device)
+        for spec in specs:  # a row that cannot run is the parameters' mistake, and is found before any other is measured
+            cost(spec.model, spec.options, spec.resolution)
+    except ValueError as error:
+        raise UserError(f"efficiency: {error}") from None
     rows: list[dict[str, Any]] = []
     for spec in _progress(specs):
         try:
             rows.append({"row": spec.row_id, **measure(spec), "device": label})
-        except ValueError as error:
-            raise UserError(f"efficiency: {error}") from None
         except RuntimeError as error:
             raise RunError(f"efficiency: {error}") from None
         print(_line(rows[-1]), flush=True)
@@ -157,7 +162,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
         params,
         device=label,
         dtype=params.dtype,
-        backend=selected_backend(params.backend, device),
+        backend=backend,
     )
     write_record(folder, metrics, identity, time.monotonic() - started)
 

@@ -1,5 +1,7 @@
 """`repro evaluate`: accuracy of any registered model on a prepared data set, at any resolution."""
 
+import dataclasses
+import hashlib
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +15,21 @@ from repro.core.runtime import Runtime, choose_device, device_label, device_slug
 from repro.data.settings import TransformSettings
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What an evaluation depends on beside the data: the model, its weights (a hash of the file, or `timm`), the transform."""
+
+    model: str
+    weights: str
+    transform: TransformSettings
+
+
 def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data`, e.g. digits or imagenet.")],
     weights: Annotated[Path | None, typer.Option(help="A .safetensors file of this project; model and preprocessing come from it.")] = None,
     model: Annotated[str | None, typer.Option(help="A registered name; with --weights it must be the file's.")] = None,
     pretrained: Annotated[bool, typer.Option("--pretrained", help="With --model alone: timm's published weights for it.")] = False,
-    image_size: Annotated[int | None, typer.Option(help="Side in pixels, where it is not the one of the training.")] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Side in pixels, where it is not the one of the training.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
 ) -> None:
     """Measure top-1 and top-5 accuracy on the validation split; written under results/measured."""
@@ -37,7 +48,7 @@ def run(
     image_size: int | None,
     batch_size: int,
 ) -> dict[str, float]:
-    """Evaluate, print one line, write results/measured/<device>/evaluate/<model>_<data>_<size>/metrics.json; returns the numbers.
+    """Evaluate, print one line, write results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; returns the numbers.
 
     Raises:
         UserError: nothing to evaluate, or weights, model, classes, image size and data that do not belong together.
@@ -51,6 +62,8 @@ def run(
     from repro.tasks.classification import accuracy
 
     started = time.monotonic()
+    if weights is not None and pretrained:
+        raise UserError("evaluate: --weights and --pretrained name two sets of weights; give one")
     if weights is None and not (model and pretrained):
         raise UserError("evaluate: an untrained model has no accuracy; give --weights FILE, or --model NAME --pretrained")
     manifest_path = paths.cell("prepare_data", data) / "manifest.json"
@@ -66,7 +79,7 @@ def run(
             raise UserError(f"{weights}: was trained on other classes ({len(metadata['classes'])}) than {data} has ({len(tree.classes)})")
         transform = TransformSettings.from_preprocessing(metadata["preprocessing"], image_size)
     else:
-        name, network = model, _build(model, pretrained=True)
+        name, network = model, _build(model, pretrained=True, img_size=image_size)
         transform = TransformSettings.from_preprocessing(network.pretrained_cfg, image_size)
         if network.num_classes != len(tree.classes):
             raise UserError(f"{model}: has {network.num_classes} classes, {data} has {len(tree.classes)}")
@@ -74,23 +87,25 @@ def run(
     loader = EvalLoader(ImageFolder(tree, "val", eval_transform(transform)), batch_size=batch_size, workers=runtime.workers, device=device)
     try:
         numbers = accuracy(network, loader, device)
-    except ValueError as error:  # a size that the model cannot take
+    except (ValueError, AssertionError) as error:  # a size that the model cannot take
         raise UserError(f"{name}: {error}") from None
     finally:
         loader.close()
 
+    # which weights: two files of one model, or two variants of it, are two results
+    digest = "timm" if weights is None else hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
     options = {} if weights is None else {k: v for k, v in metadata["options"].items() if k not in ("num_classes", "img_size")}
-    metrics = {**numbers, "model": name, "options": options, "data": manifest.kind, "image_size": transform.image_size, "weights": weights.name if weights else "timm"}
+    metrics = {**numbers, "model": name, "options": options, "data": manifest.kind, "image_size": transform.image_size, "weights": digest}
     identity = make_identity(
         paths.root,
         ["stages.evaluate", family_module(name)],
-        transform,
+        Evaluated(model=name, weights=digest, transform=transform),
         data_manifest=manifest_path,
         device=device_label(device),
         dtype="fp32",
         backend=selected_backend("auto", device),
     )
-    write_record(paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}", metrics, identity, time.monotonic() - started)
+    write_record(paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}_{digest[:8]}", metrics, identity, time.monotonic() - started)
     print(f"{name} on {data} at {transform.image_size}: top-1 {numbers['top1_percent']:.2f} %, top-5 {numbers['top5_percent']:.2f} % of {numbers['images']:.0f} images")
     return numbers
 
@@ -100,5 +115,5 @@ def _build(name: str, **options):
 
     try:
         return build_model(name, **options)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: timm has no published weights of that name
+    except (ValueError, RuntimeError, OSError) as error:  # timm has no published weights of that name, or cannot fetch them
         raise UserError(f"evaluate: {error}") from None

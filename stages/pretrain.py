@@ -1,7 +1,9 @@
 """`repro pretrain`: train a classifier from scratch (Table 1; on the embedded digits in the mini profile)."""
 
 import dataclasses
+import shutil
 import time
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -9,7 +11,7 @@ import typer
 from repro.core.config import bounded, load_section, params_hash, section_keys
 from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import make_identity, write_record
+from repro.core.record import hash_files, make_identity, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime, seed_everything
 from repro.data.settings import TransformSettings
 from repro.engine.params import OptimParams
@@ -53,6 +55,9 @@ class PretrainParams:
     def __post_init__(self) -> None:
         if self.batch_size % 2 and (self.mix.mixup or self.mix.cutmix):
             raise ValueError(f"batch_size: {self.batch_size} is odd, and mixup and cutmix pair the images of a batch")
+        reserved = {"num_classes", "img_size", "drop_path_rate"} & set(self.options)
+        if reserved:
+            raise ValueError(f"options: {min(reserved)} follows from the data, from transform.image_size or from drop_path; leave it out")
         late = [epoch for epoch in self.snapshot_epochs if epoch > self.epochs]
         if late:
             raise ValueError(f"snapshot_epochs: {late[0]} is after the last epoch, {self.epochs}")
@@ -64,6 +69,13 @@ def command(cell: Annotated[str | None, typer.Option(help="One cell of the `pret
     runtime = load_runtime(paths)
     for name in [cell] if cell else section_keys(paths.params, "pretrain"):
         run(load_section(PretrainParams, paths.params, "pretrain", name), paths, runtime, name)
+
+
+def state_folder(params: PretrainParams, paths: Paths, cell: str) -> Path:
+    """Where the state of this run waits; another one for other parameters or other data, so that no run continues a different one."""
+    manifest = paths.cell("prepare_data", params.data) / "manifest.json"
+    data = hash_files(paths.root, [manifest.relative_to(paths.root).as_posix()])
+    return paths.run_state("pretrain", cell, f"{params_hash(params)[:8]}{data[:8]}")
 
 
 def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> None:
@@ -106,13 +118,16 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
 
     folder = paths.cell("pretrain", cell)
     described = {"name": params.model, "options": options, "preprocessing": params.transform.preprocessing(), "classes": list(tree.classes)}
-    checkpointer = Checkpointer(paths.run_state("pretrain", cell, params_hash(params)))
+    state = state_folder(params, paths, cell)
+    checkpointer = Checkpointer(state)
+    # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
+    snapshots = state / "snapshots"
+    snapshots.mkdir(parents=True, exist_ok=True)
 
     def snapshot(epoch: int) -> None:
         if epoch in params.snapshot_epochs:
-            save_weights(folder / "snapshots" / f"epoch_{epoch:03d}.safetensors", model, **described)
+            save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **described)
 
-    (folder / "snapshots").mkdir(parents=True, exist_ok=True)
     try:
         curve = fit(
             task,
@@ -131,6 +146,8 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
         val.close()
 
     save_weights(folder / "weights.safetensors", model, **described)
+    shutil.rmtree(folder / "snapshots", ignore_errors=True)
+    shutil.copytree(snapshots, folder / "snapshots")
     write_curve(folder / "curve.csv", curve)
     last = curve[-1]
     metrics = {
@@ -140,7 +157,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
         "top1_percent": last["top1_percent"],
         "top5_percent": last["top5_percent"],
         "val_loss": last["val_loss"],
-        "val_images": int(last["images"]),
+        "val_images": last["images"],
         "train_loss": last["train_loss"],
         "params": sum(p.numel() for p in model.parameters()),
         "epochs": params.epochs,

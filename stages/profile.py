@@ -19,10 +19,14 @@ def names(paths: Paths) -> list[str]:
     return sorted(path.stem for path in paths.profiles.glob("*.yaml"))
 
 
-def active(paths: Paths) -> str | None:
-    """The profile whose values params.yaml holds, comments and order apart; None for edited parameters."""
-    current = load_yaml(paths.params)
-    return next((name for name in names(paths) if load_yaml(_file(paths, name)) == current), None)
+def active(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
+    """The profile whose values params.yaml holds, comments, order and the sections `besides` apart; None for edited parameters."""
+
+    def values(file: Path) -> dict:
+        return {section: content for section, content in load_yaml(file).items() if section not in besides}
+
+    current = values(paths.params)
+    return next((name for name in names(paths) if values(_file(paths, name)) == current), None)
 
 
 @app.command()

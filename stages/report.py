@@ -42,7 +42,7 @@ def run(params: ReportParams, paths: Paths) -> None:
     ledger = load_ledger()
     results = Results(paths, ledger.default_options, ledger.own_families)
     verdicts = judge(ledger, results, params.speed_dtype)
-    write_text(paths.results / "tables.md", tables_md(ledger, verdicts, results, profile.active(paths)))
+    write_text(paths.results / "tables.md", tables_md(ledger, verdicts, results, profile.active(paths, besides=("runtime",))))
     write_text(paths.results / "claims.csv", claims_csv(verdicts))
     write_json(paths.results / "claims.json", claims_json(ledger, verdicts))
     counts = status_counts(verdicts)

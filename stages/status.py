@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
-from repro.core.errors import RunError
+from repro.core.config import load_section
+from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
+
+from .pretrain import PretrainParams, state_folder
 
 
 def command() -> None:
@@ -19,7 +23,9 @@ def command() -> None:
         table.add_row(name, status, why)
     Console().print(table)
     waiting = [name for name, status, _ in rows if status != "fresh"]
-    print("next: dvc repro" if waiting else "next: nothing to do; results/tables.md is up to date")
+    stopped = [name for name, status, _ in rows if status == "interrupted"]
+    command_line = f"dvc repro {stopped[0]}" if stopped else "dvc repro" if waiting else None
+    print(f"next: {command_line}" if command_line else "next: nothing to do; results/tables.md is up to date")
 
 
 def run(paths: Paths) -> list[tuple[str, str, str]]:
@@ -38,8 +44,7 @@ def run(paths: Paths) -> list[tuple[str, str, str]]:
         whys = [why for why in changed.get(name, []) if why != "always changed"]
         outs = {out: how for why in whys if isinstance(why, dict) for out, how in why.get("changed outs", {}).items()}
         deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", {})]
-        stage, _, cell = name.partition("@")
-        state = next(iter(sorted((paths.root / ".runs" / stage).glob(f"{cell}-*/step_*.pt"), reverse=True)), None) if cell else None
+        state = _saved_state(paths, name)
         missing = [out for out, how in outs.items() if how == "deleted"]
         if state is not None:
             step = int(state.name.split(".")[0].removeprefix("step_"))
@@ -47,10 +52,23 @@ def run(paths: Paths) -> list[tuple[str, str, str]]:
         elif missing:
             rows.append((name, "missing", ", ".join(missing)))
         elif whys:
-            rows.append((name, "stale", ", ".join([*deps, *outs]) or "never run"))
+            others = [why for why in whys if isinstance(why, str)]
+            rows.append((name, "stale", ", ".join([*deps, *outs, *others])))
         else:
             rows.append((name, "fresh", ""))
     return rows
+
+
+def _saved_state(paths: Paths, name: str) -> Path | None:
+    """The newest saved state of a training cell, for its parameters and its data as they are now."""
+    stage, _, cell = name.partition("@")
+    if stage != "pretrain":
+        return None
+    try:
+        folder = state_folder(load_section(PretrainParams, paths.params, "pretrain", cell), paths, cell)
+    except (UserError, OSError):  # parameters or data that no run can have started with
+        return None
+    return max(folder.glob("step_*.pt"), default=None)
 
 
 def _dvc(paths: Paths, *args: str) -> str:

@@ -37,9 +37,9 @@ class Paths:
         """`results/measured/<device>`: what was run by hand or on a GPU, never a DVC out."""
         return self.results / "measured" / device
 
-    def run_state(self, stage: str, cell: str, params_hash: str) -> Path:
-        """`.runs/<stage>/<cell>-<hash>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
-        return self.root / ".runs" / stage / f"{cell}-{params_hash}"
+    def run_state(self, stage: str, cell: str, key: str) -> Path:
+        """`.runs/<stage>/<cell>-<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
+        return self.root / ".runs" / stage / f"{cell}-{key}"
 
 
 def find_root(start: Path | None = None) -> Paths:

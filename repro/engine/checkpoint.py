@@ -27,7 +27,7 @@ class Checkpointer:
     """Saves and restores the state of one run in one folder.
 
     Args:
-        folder: `.runs/<stage>/<cell>-<hash>`; the hash keeps runs with other parameters apart.
+        folder: `.runs/<stage>/<cell>-<key>`; the key keeps runs with other parameters or data apart.
         log: called with a line when a damaged file is passed over.
     """
 
@@ -51,12 +51,15 @@ class Checkpointer:
         Raises:
             UserError: there are files, and all of them are damaged.
         """
-        files = self._files()
+        files, damaged = self._files(), []
         for step, path in files:
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest()[:16] != _NAME.match(path.name)[2]:
                 self.log(f"{path}: damaged (its checksum differs); passing over it")
+                damaged.append(path)
                 continue
+            for useless in damaged:  # else it would count as one of the two generations
+                useless.unlink()
             self.log(f"continuing after step {step} from {path.name}")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if files:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import Interrupted, RunError
+from ..core.errors import Interrupted, RunError, UserError
 from ..core.record import write_text
 from .checkpoint import Checkpointer, rng_state, set_rng_state
 from .optim import build_optimizer, build_schedule
@@ -151,7 +151,7 @@ def write_curve(path: Path, curve: list[dict[str, float]]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: f"{value:.6g}" for name, value in row.items()} for row in curve)
+    writer.writerows({name: f"{value:.8g}" for name, value in row.items()} for row in curve)
     write_text(path, text.getvalue())
 
 
@@ -186,7 +186,10 @@ def _restore(checkpointer: Checkpointer, model: nn.Module, optimizer: torch.opti
     saved = checkpointer.restore()
     if saved is None:
         return RunState()
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
+    try:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    except (RuntimeError, ValueError):
+        raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start anew") from None
     set_rng_state(saved["rng"])
     return RunState(**saved["run"])

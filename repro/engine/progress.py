@@ -13,7 +13,7 @@ class Progress:
     Args:
         total: steps of the whole run.
         done: steps that were finished before.
-        every: steps between updates; only then is the loss read from the device.
+        every: steps between updates.
         log: takes plain lines where there is no terminal.
     """
 
@@ -45,8 +45,11 @@ class Progress:
             return
         now = time.perf_counter()
         speed, self.since, self.images = self.images / (now - self.since), now, 0
+        text = f"loss {float(loss):.4f}, {speed:.0f} img/s"
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, description=f"loss {float(loss):.4f}, {speed:.0f} img/s")
+            self.bar.update(self.task, completed=step, description=text)
+        else:
+            self.log(f"step {step}/{self.total}, {text}")
 
     def report(self, row: dict[str, float]) -> None:
         """Print the numbers of a finished epoch."""

@@ -61,7 +61,7 @@ class TTTMixer(nn.Module):
         self.has_conv1d = design_has(design, "conv1d")
 
         R, H, d = self.directions, num_heads, self.head_dim
-        # one matrix for every bias-free projection of x, in the order of `_split`: gate, q, k (or kq), v; directions inside
+        # one matrix for every bias-free projection of x, in the order that `forward` splits: gate, q, k (or kq), v; directions inside
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, num_heads)  # shared by both directions

@@ -70,7 +70,7 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
     Returns:
         `val_loss`, `top1_percent`, `top5_percent` and `images`, the number of images seen.
     """
-    loss = top1 = top5 = images_seen = 0.0
+    loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:
         targets = targets.to(device)
         logits = model(images.to(device)).float()

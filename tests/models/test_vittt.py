@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401  registers the models
-from repro.models.ttt_mixer import DESIGNS, W0_MODES, TTTMixer
+from repro.models.ttt_mixer import DESIGNS, TTTMixer
 from repro.models.vittt import POOLS, Vittt, class_positions, insert_tokens, remove_tokens
 
 
@@ -281,8 +281,7 @@ def test_reset_classifier():
         model.reset_classifier(7, "token")
 
 
-def test_w0_modes_and_designs_are_all_registered_names():
+def test_registered_names():
     assert set(timm.list_models("vittt_*")) == {
         "vittt_tiny_patch16_224", "vittt_small_patch16_224", "vittt_base_patch16_224", "vittt_nano_patch16_144",
     }  # fmt: skip
-    assert len(W0_MODES) == 3

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from repro.core.config import load_yaml
 from repro.core.record import FIRST_PARTY, import_closure
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,11 @@ def test_command_and_sections_belong_to_the_stage(stage):
     verb = stage.replace("_", "-")
     per_cell = "foreach" in STAGES[stage]
     assert stage_definition["cmd"] == (f"repro {verb} --cell ${{key}}" if per_cell else f"repro {verb}")
-    for section in stage_definition.get("params", []):
-        assert section == (f"{stage}.${{key}}" if per_cell else stage)
+    sections = stage_definition.get("params", [])
+    if stage == "report":  # it says which profile the results are of
+        assert set(sections) == set(load_yaml(ROOT / "params.yaml")) - {"runtime"}
+    else:
+        assert sections in ([], [f"{stage}.${{key}}" if per_cell else stage])
     outs = [name for kind in ("outs", "metrics", "plots") for out in stage_definition.get(kind, []) for name in ([out] if isinstance(out, str) else out)]
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(name.startswith(own) for name in outs) or stage == "report"
@@ -43,7 +47,7 @@ def test_command_and_sections_belong_to_the_stage(stage):
 def test_no_stage_depends_on_raw_data_or_on_runtime():
     deps = [dep for stage in STAGES for dep in definition(stage)["deps"]]
     sections = [section for stage in STAGES for section in definition(stage).get("params", [])]
-    assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)", dep)]
+    assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)|params.yaml$", dep)]
     assert not [section for section in sections if section.startswith("runtime")]
 
 

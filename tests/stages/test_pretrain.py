@@ -58,11 +58,13 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, number, 
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    assert not WEIGHTS.exists() and not (CELL / "metrics.json").exists()
+    assert not WEIGHTS.exists() and not CELL.exists()
     if code > 0:
         assert err.strip().count("\n") == 0 and "is saved; the same command continues" in err
     done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=120, check=True)
     assert "continuing after step" in done.stdout
+    for name in ("epoch_000.safetensors", "epoch_002.safetensors"):
+        assert (CELL / "snapshots" / name).read_bytes() == (trained / CELL / "snapshots" / name).read_bytes()
     assert WEIGHTS.read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
@@ -76,6 +78,21 @@ def test_changed_parameters_do_not_continue_the_old_run(checkout, repro_cli):
     edit("seed: 0\n    epochs: 2", "seed: 1\n    epochs: 1", "snapshot_epochs: [0, 2]", "snapshot_epochs: []")
     code, out, _ = repro_cli("pretrain", "--cell", "nano")
     assert code == 0 and "continuing" not in out
+
+
+def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
+    """Only changed code can bring this about, since the folder is named after parameters and data."""
+    import torch
+
+    from repro.core.config import load_section
+    from repro.core.paths import Paths
+    from repro.engine.checkpoint import Checkpointer
+    from stages.pretrain import PretrainParams, state_folder
+
+    folder = state_folder(load_section(PretrainParams, Path("params.yaml"), "pretrain", "nano"), Paths(checkout), "nano")
+    Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 2 and err == f"repro: {folder}: holds the state of another model; remove the folder to start anew\n"
 
 
 def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):
@@ -107,6 +124,7 @@ WRONG_PARAMS = [
     ("batch_size: 128", "batch_size: 4096", "only 1438 training images"),
     ("vittt_nano", "vitt_nano", "no such model; did you mean 'vittt_nano_patch16_144'?"),
     ("{depth: 1}", "{depht: 1}", "depht"),
+    ("{depth: 1}", "{drop_path_rate: 0.1}", "options: drop_path_rate follows from"),
     ("{depth: 1}", "{design: conv3d}", "design 'conv3d' is not one of"),
     ("image_size: 32, hflip", "image_size: 40, hflip", "image size 40x40: height and width must be positive multiples of the patch size 16"),
     ("workers: 0", "device: tpu", "runtime.device: str 'tpu' is not one of auto, cpu, cuda"),
@@ -169,6 +187,20 @@ def test_wrong_weights_are_one_line(trained, checkout, repro_cli, damage, option
     code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", *options)
     assert code == 2 and err.count("\n") == 1 and message in err
     assert not Path("results/measured").exists()
+
+
+def test_what_efficiency_refuses_before_measuring(checkout, repro_cli):
+    rows = "{sizes: {T: {vittt: %s, baseline: deit_tiny_patch16_224}}, resolutions: [%d], backend: %s, op: {tokens: 16, heads: 1, matmul_side: 8, repeats: 6}}"
+    base = Path("params.yaml").read_text()
+    for values, message in (
+        (("vittt_nano_patch16_14", 32, "auto"), "no such model; did you mean 'vittt_nano_patch16_144'?"),
+        (("vittt_nano_patch16_144", 40, "auto"), "multiples of the patch size 16"),
+        (("vittt_nano_patch16_144", 32, "triton"), "TTT-Linear has no Triton kernel"),
+    ):
+        Path("params.yaml").write_text(base + "efficiency: " + rows % values + "\n")
+        code, _, err = repro_cli("efficiency")
+        assert code == 2 and err.count("\n") == 1 and message in err
+    assert not Path("results/efficiency").exists()
 
 
 def test_evaluating_nothing_is_refused(checkout, repro_cli):

@@ -5,31 +5,39 @@ import sys
 
 import pytest
 
+from repro.core.config import load_section
 from repro.core.paths import Paths
+from stages.pretrain import PretrainParams, state_folder
 from stages.status import run
 
 DVC_YAML = """
 stages:
-  train:
-    foreach: ${train}
+  pretrain:
+    foreach: ${pretrain}
     do:
       cmd: cp source.txt results/${key}.txt
       deps: [source.txt]
-      params: ["train.${key}"]
+      params: ["pretrain.${key}"]
       outs: [{"results/${key}.txt": {cache: false}}]
   weigh:
     cmd: wc -c results/a.txt > results/weight.txt
     deps: [results/a.txt]
     outs: [{results/weight.txt: {cache: false}}]
 """
+CELL = "{model: m, data: digits, epochs: %d, batch_size: 2, drop_path: 0, optim: {lr: 1}, mix: {}, transform: {image_size: 16}}"
+
+
+def write_params(project, epochs_a, epochs_b):
+    (project / "params.yaml").write_text(f"pretrain:\n  a: {CELL % epochs_a}\n  b: {CELL % epochs_b}\n")
 
 
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "dvc.yaml").write_text(DVC_YAML)
-    (tmp_path / "params.yaml").write_text("train: {a: {n: 1}, b: {n: 2}}\n")
+    write_params(tmp_path, 1, 2)
     (tmp_path / "source.txt").write_text("one\n")
-    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "prepare_data" / "digits").mkdir(parents=True)
+    (tmp_path / "results" / "prepare_data" / "digits" / "manifest.json").write_text("{}")
     for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"], [sys.executable, "-m", "dvc", "repro", "-q"]):
         subprocess.run(command, cwd=tmp_path, check=True)
     return tmp_path
@@ -37,14 +45,17 @@ def project(tmp_path):
 
 def test_each_state(project):
     paths = Paths(project)
-    assert [row[:2] for row in run(paths)] == [("train@a", "fresh"), ("train@b", "fresh"), ("weigh", "fresh")]
-    (project / "params.yaml").write_text("train: {a: {n: 1}, b: {n: 3}}\n")
+    assert [row[:2] for row in run(paths)] == [("pretrain@a", "fresh"), ("pretrain@b", "fresh"), ("weigh", "fresh")]
+    for step in (90, 120):
+        state = state_folder(load_section(PretrainParams, paths.params, "pretrain", "a"), paths, "a") / f"step_{step:09d}.0123456789abcdef.pt"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.touch()
+    write_params(project, 1, 3)
     (project / "results" / "weight.txt").unlink()
-    state = project / ".runs" / "train" / "a-0123456789abcdef" / "step_000000120.0123456789abcdef.pt"
-    state.parent.mkdir(parents=True)
-    state.touch()
     assert run(paths) == [
-        ("train@a", "interrupted", "stopped after step 120; it continues from there"),
-        ("train@b", "stale", "params.yaml"),
+        ("pretrain@a", "interrupted", "stopped after step 120; it continues from there"),
+        ("pretrain@b", "stale", "params.yaml"),
         ("weigh", "missing", "results/weight.txt"),
     ]
+    write_params(project, 5, 2)  # a run with other parameters would not continue that state
+    assert [row[:2] for row in run(paths)][:2] == [("pretrain@a", "stale"), ("pretrain@b", "fresh")]
