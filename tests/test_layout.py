@@ -96,8 +96,9 @@ def test_only_the_mixer_reaches_the_kernels_from_the_models():
 
 
 def test_nothing_names_a_machine_or_a_package_index():
-    pattern = re.compile(r"/home/|/root/|/work/|/tmp/\w|pypi\.org|pythonhosted")
+    # in pieces, so that this file passes its own test
+    pattern = re.compile(r"/(home|root|work)/|/tmp/\w|py" + r"pi\.org|python" + "hosted")
     for name in tracked():
-        if Path(name).suffix in {".py", ".md", ".yaml", ".toml", ".lock", ".json", ".csv", ""} and name != "tests/test_layout.py":
+        if Path(name).suffix in {".py", ".md", ".yaml", ".toml", ".lock", ".json", ".csv", ""}:
             text = (ROOT / name).read_text(encoding="utf-8", errors="ignore")
             assert not pattern.search(text), f"{name}: {pattern.search(text)[0]}"
