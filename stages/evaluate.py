@@ -34,7 +34,8 @@ def command(
 ) -> None:
     """Measure top-1 and top-5 accuracy on the validation split; written under results/measured."""
     paths = find_root()
-    run(paths, load_runtime(paths), data=data, weights=weights, model=model, pretrained=pretrained, image_size=image_size, batch_size=batch_size)
+    asked = {"data": data, "weights": weights, "model": model, "pretrained": pretrained, "image_size": image_size, "batch_size": batch_size}
+    run(paths, load_runtime(paths), **asked)
 
 
 def run(
@@ -47,12 +48,14 @@ def run(
     pretrained: bool,
     image_size: int | None,
     batch_size: int,
-) -> dict[str, float]:
-    """Evaluate, print one line, write results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; returns the numbers.
+) -> None:
+    """Evaluate, print one line, write results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json.
 
     Raises:
         UserError: nothing to evaluate, or weights, model, classes, image size and data that do not belong together.
     """
+    import torch
+
     from kernels import selected_backend
     from repro.data.imagenet import ImageFolder, eval_transform
     from repro.data.loader import EvalLoader
@@ -70,6 +73,8 @@ def run(
     manifest = read_manifest(manifest_path)
     tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
     device = choose_device(runtime.device)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
     if weights is not None:
         metadata = read_metadata(weights)
         name = model or metadata["model"]
@@ -105,9 +110,10 @@ def run(
         dtype="fp32",
         backend=selected_backend("auto", device),
     )
-    write_record(paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}_{digest[:8]}", metrics, identity, time.monotonic() - started)
-    print(f"{name} on {data} at {transform.image_size}: top-1 {numbers['top1_percent']:.2f} %, top-5 {numbers['top5_percent']:.2f} % of {numbers['images']:.0f} images")
-    return numbers
+    folder = paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}_{digest[:8]}"
+    write_record(folder, metrics, identity, time.monotonic() - started)
+    scores = f"top-1 {numbers['top1_percent']:.2f} %, top-5 {numbers['top5_percent']:.2f} %"
+    print(f"{name} on {data} at {transform.image_size}: {scores} of {numbers['images']} images")
 
 
 def _build(name: str, **options):
