@@ -19,7 +19,7 @@ VERBS = {
     "evaluate": "evaluate",
     "status": "status",
 }
-GROUPS = {"profile": "profile"}
+GROUPS = {"profile": "profile", "kernels": "kernels"}
 
 app = typer.Typer(
     name="repro",

@@ -111,7 +111,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
     from kernels import selected_backend
     from repro.measure.flops import cost
     from repro.measure.op_rate import op_rate
-    from repro.measure.speed import RowSpec, measure
+    from repro.measure.speed import DTYPES, RowSpec, measure
 
     started = time.monotonic()
     device = choose_device(runtime.device)
@@ -129,7 +129,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
         for model, attention in _models(params)
     ]
     try:
-        backend = selected_backend(params.backend, device)
+        backend = selected_backend(params.backend, device, dtype=getattr(torch, DTYPES[params.dtype]))
         for spec in specs:  # a row that cannot run is the parameters' mistake, and is found before any other is measured
             cost(spec.model, spec.options, spec.resolution)
     except ValueError as error:

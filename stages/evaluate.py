@@ -56,11 +56,10 @@ def run(
     """
     import torch
 
-    from kernels import selected_backend
     from repro.data.imagenet import ImageFolder, eval_transform
     from repro.data.loader import EvalLoader
     from repro.data.manifest import open_root, read_manifest
-    from repro.models.registry import family_module
+    from repro.models.registry import family_module, kernel_backend
     from repro.models.weights import load_weights, read_metadata
     from repro.tasks.classification import accuracy
 
@@ -108,7 +107,7 @@ def run(
         data_manifest=manifest_path,
         device=device_label(device),
         dtype="fp32",
-        backend=selected_backend("auto", device),
+        backend=kernel_backend(network, torch.float32),
     )
     folder = paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}_{digest[:8]}"
     write_record(folder, metrics, identity, time.monotonic() - started)

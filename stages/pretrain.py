@@ -86,13 +86,12 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
     """
     import torch
 
-    from kernels import selected_backend
     from repro.data.imagenet import ImageFolder, eval_transform, train_transform
     from repro.data.loader import EvalLoader, TrainLoader
     from repro.data.manifest import open_root, read_manifest
     from repro.engine.checkpoint import Checkpointer
     from repro.engine.loop import fit, write_curve
-    from repro.models.registry import build_model, family_module
+    from repro.models.registry import build_model, family_module, kernel_backend
     from repro.models.weights import save_weights
     from repro.tasks.classification import Classification
 
@@ -172,7 +171,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
         data_manifest=manifest_path,
         device=device_label(device),
         dtype=params.precision,
-        backend=selected_backend("auto", device),
+        backend=kernel_backend(model, torch.bfloat16 if params.precision == "bf16" else torch.float32),
     )
     write_record(folder, metrics, identity, time.monotonic() - started)
     checkpointer.clear()

@@ -45,9 +45,9 @@ ALLOWED = {
     "repro.report": {"repro.core"},
     "stages": {"kernels", "repro.core", "repro.data", "repro.engine", "repro.models", "repro.measure", "repro.tasks", "repro.report"},
 }
-# packages that must run on any GPU machine with torch, numpy and timm (and what these two bring: yaml, safetensors)
+# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors)
 LIGHT = ("kernels", "repro.models", "repro.measure")
-LIGHT_IMPORTS = {"torch", "numpy", "timm", "yaml", "safetensors"}
+LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors"}
 
 
 def imported(path: Path, package: str) -> set[str]:
@@ -87,7 +87,16 @@ def test_model_code_needs_torch_numpy_and_timm_alone(package):
         path = ROOT / name
         for module in imported(path, ".".join(path.relative_to(ROOT).parent.parts)):
             top = module.split(".")[0]
-            assert top in LIGHT_IMPORTS | {"repro", "kernels"} or top in sys.stdlib_module_names, f"{name} imports {module}"
+            optional = {"fla"} if name == "kernels/tools/peers.py" else set()
+            assert top in LIGHT_IMPORTS | optional | {"repro", "kernels"} or top in sys.stdlib_module_names, f"{name} imports {module}"
+
+
+def test_triton_is_imported_by_triton_files_and_their_tools_alone():
+    """Whoever uses the op without Triton never loads it; flash-linear-attention is the benchmark's peer and nothing else's."""
+    users = {path.relative_to(ROOT).as_posix() for p in ("kernels", "repro", "stages") for path in sources(p)}
+    by = {name: {m.split(".")[0] for m in imported(ROOT / name, ".".join(Path(name).parent.parts))} for name in users}
+    assert all(Path(name).name.startswith("triton_") or "/tools/" in name for name in users if "triton" in by[name])
+    assert {name for name in users if "fla" in by[name]} == {"kernels/tools/peers.py"}
 
 
 def test_only_the_mixer_reaches_the_kernels_from_the_models():

@@ -1,13 +1,16 @@
 """The public op TTT-Linear: argument checks, backends, autograd, FLOP count.
 
-The fast backend is one operator over a direction axis of length 1 or 2, with a fake kernel, a backward that is an operator
+The fast backends are one operator over a direction axis of length 1 or 2, with a fake kernel, a backward that is an operator
 itself, and FLOP formulas, so that torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode
-see one opaque operation. The reference backend is plain operations under autograd.
+see one opaque operation. Which of the two runs is settled inside it, from the device and the sizes: the Triton files, and
+Triton with them, are imported nowhere else. The reference backend is plain operations under autograd.
 
 Shape letters: B images, T tokens, R directions, H heads, D head width.
 """
 
 import contextlib
+import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -18,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import torch_path
 from .reference import ttt_linear_dual
 
-BACKENDS = ("auto", "torch", "reference", "triton")
+BACKENDS = ("auto", "triton", "torch", "reference")
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -33,7 +36,8 @@ def ttt_linear(
         Z = KW + β,  G = dℓ/dZ,  A = tril(c[:n] lrᵀ) ⊙ (QKᵀ + 1),  O = QW + β − AG,  out = Q + γ ⊙ norm(O) + μ
         W ← W − Kᵀ(c[n−1] lr ⊙ G),  β ← β − Σ_t c[n−1] lr_t G_t
 
-    State, statistics, products and accumulators are fp32 (fp64 for fp64 inputs). Inputs are not written to; NaN propagates.
+    State, statistics and accumulators are fp32 (fp64 for fp64 inputs); so are products, but for the triton backend, which rounds
+    their operands to q's dtype. Inputs are not written to; NaN propagates.
     Differentiable in every tensor argument, once (the reference backend: as often as one likes).
 
     Args:
@@ -45,7 +49,7 @@ def ttt_linear(
         chunk_size: tokens per inner gradient step; may exceed T. The last chunk may be shorter.
         reverse: scan from t = T−1 to 0, chunks cut from that end: flip q, k, v, lr along T, run forward, flip out.
         eps: of the LayerNorms, above 0.
-        backend: `auto`, `torch`, `reference` or `triton`; see `selected_backend`.
+        backend: `auto`, `triton`, `torch` or `reference`; see `selected_backend`.
 
     Returns:
         out (B,T,H,D) in q's dtype.
@@ -57,10 +61,11 @@ def ttt_linear(
     _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
     if not isinstance(reverse, bool):
         raise TypeError(f"ttt_linear: reverse is {reverse!r}, expected True or False")
-    if selected_backend(backend, q.device) == "reference":
+    _check_backend(backend)
+    if backend == "reference":
         return _reference(q, k, v, lr, *parameters, chunk_size, reverse, eps)
     q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
-    return _run(q, k, v, lr, *(x.unsqueeze(0) for x in parameters), chunk_size, [reverse], eps).squeeze(2)
+    return _run(q, k, v, lr, *(x.unsqueeze(0) for x in parameters), chunk_size, [reverse], eps, backend).squeeze(2)
 
 
 def ttt_linear_bidir(
@@ -82,29 +87,59 @@ def ttt_linear_bidir(
     """
     parameters = token_scale, W0, b0, ln_weight, ln_bias
     _check("ttt_linear_bidir", 2, (q, k, v, lr, *parameters), chunk_size, eps)
-    if selected_backend(backend, q.device) == "reference":
+    _check_backend(backend)
+    if backend == "reference":
         outs = [
             _reference(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters), chunk_size, r == 1, eps)
             for r in (0, 1)
         ]
         return torch.stack(outs, 2)
-    return _run(q, k, v, lr, *parameters, chunk_size, [False, True], eps)
+    return _run(q, k, v, lr, *parameters, chunk_size, [False, True], eps, backend)
 
 
-def selected_backend(backend: str, device: torch.device | str) -> str:
-    """The backend that will run for a request on a device, `torch` or `reference`; it is recorded with every result.
+def selected_backend(
+    backend: str, device: torch.device | str, *, head_dim: int = 64, chunk_size: int = 16, dtype: torch.dtype = torch.float32
+) -> str:
+    """The backend that will run for a request, `triton`, `torch` or `reference`; it is recorded with every result.
 
-    `torch` is batched PyTorch operations with a hand-written backward, for any device. `reference` is the dual form under
-    autograd: the same function and FLOP count, slower, with the memory that autograd needs. `auto` takes the fastest there is.
+    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and for the CPU
+    under Triton's interpreter, slowly). `torch` is batched PyTorch operations with a hand-written backward, for any device and
+    any size. `reference` is the dual form under autograd: the same function and FLOP count, slower, with the memory that
+    autograd needs. `auto` takes `triton` on a GPU where it can run these sizes, else `torch`.
+
+    Args:
+        backend: the request.
+        device: where the tensors are.
+        head_dim, chunk_size, dtype: D and the dtype of q, and the chunk size.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot run on this device.
+        ValueError: an unknown backend, or one that cannot run there.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
-    if backend == "triton":
-        raise ValueError(f"backend 'triton': TTT-Linear has no Triton kernel for {device}; use auto, torch or reference")
-    return "torch" if backend == "auto" else backend
+    _check_backend(backend)
+    device = torch.device(device)
+    if backend == "auto" and device.type != "cuda":
+        return "torch"
+    if backend in ("auto", "triton"):
+        obstacle = _triton_obstacle(device, int(head_dim), int(chunk_size), dtype)
+        if obstacle and backend == "triton":
+            raise ValueError(f"backend 'triton': {obstacle}; use auto, torch or reference")
+        return "torch" if obstacle else "triton"
+    return backend
+
+
+@functools.cache
+def _triton_obstacle(device: torch.device, head_dim: int, chunk_size: int, dtype: torch.dtype) -> str | None:
+    """What keeps the Triton kernels from running there, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    from . import triton_fwd
+
+    if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
+        return f"q is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
+    if device.type == "cuda" and torch.cuda.is_available():  # a fake tensor's GPU need not exist
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+            return f"q is on {torch.cuda.get_device_name(device)}, expected an NVIDIA GPU from sm_80 on"
+    return triton_fwd.unsupported(head_dim, chunk_size, dtype)
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
@@ -121,10 +156,34 @@ def _reference(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size,
         )
 
 
-def _run(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
+def _run(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, backend):
     inputs = q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias
     keep_states = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return _forward_op(*inputs, chunk_size, reverse, eps, keep_states)[0]
+    return _forward_op(*inputs, chunk_size, reverse, eps, backend, keep_states)[0]
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+
+
+def _selected_for(q: Tensor, chunk_size: int, backend: str) -> str:
+    """As `selected_backend`, for a call's own q (B,T,R,H,D)."""
+    try:
+        return selected_backend(backend, q.device, head_dim=q.shape[-1], chunk_size=chunk_size, dtype=q.dtype)
+    except ValueError as error:
+        B, T, R, H, D = q.shape
+        shape = (B, T, H, D) if R == 1 else (B, T, R, H, D)
+        raise ValueError(f"ttt_linear: q has shape {shape}: {error}") from None
+
+
+def _passes(backend: str):
+    """The modules of a selected backend: with `forward`, with `backward`."""
+    if backend == "torch":
+        return torch_path, torch_path
+    from . import triton_bwd, triton_fwd
+
+    return triton_fwd, triton_bwd
 
 
 def _check(op, directions, arguments, chunk_size, eps):
@@ -167,30 +226,29 @@ def _check(op, directions, arguments, chunk_size, eps):
 @torch.library.custom_op("vision_ttt::ttt_linear", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, keep_states: bool,
+    chunk_size: int, reverse: Sequence[bool], eps: float, backend: str, keep_states: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    module, _ = _passes(_selected_for(q, chunk_size, backend))
     with _no_autocast(q.device.type):
-        return torch_path.forward(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states)
+        return module.forward(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states)
 
 
 @_forward_op.register_fake
-def _(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states):
-    B, _, R, H, D = q.shape
-    kept = torch_path.kept_states(q.shape, chunk_size) if keep_states else 0
-    states = q.new_empty((kept, B, R, H, D + 1, D), dtype=torch_path.compute_dtype(q.dtype))
-    return q.new_empty(q.shape), states
+def _(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, backend, keep_states):
+    module, _ = _passes(_selected_for(q, chunk_size, backend))
+    shape = module.states_shape(q.shape, chunk_size, keep_states)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch_path.compute_dtype(q.dtype))
 
 
 @torch.library.custom_op("vision_ttt::ttt_linear_backward", mutates_args=())
 def _backward_op(
     dout: Tensor, states: Tensor,
     q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float,
+    chunk_size: int, reverse: Sequence[bool], eps: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _, module = _passes(_selected_for(q, chunk_size, backend))
     with _no_autocast(q.device.type):
-        return torch_path.backward(
-            dout, states, q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps
-        )
+        return module.backward(dout, states, q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
 
 
 @_backward_op.register_fake
@@ -199,17 +257,17 @@ def _(dout, states, *inputs_and_options):
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, chunk_size, reverse, eps, _ = inputs
+    *tensors, chunk_size, reverse, eps, backend, _ = inputs
     states = output[1]
     ctx.mark_non_differentiable(states)
     ctx.save_for_backward(states, *tensors)
-    ctx.options = chunk_size, reverse, eps
+    ctx.options = chunk_size, reverse, eps, backend
 
 
 def _differentiate(ctx, dout, _):
     gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.options)
     wanted = ctx.needs_input_grad[: len(gradients)]
-    return *(g if needed else None for g, needed in zip(gradients, wanted, strict=True)), None, None, None, None
+    return *(g if needed else None for g, needed in zip(gradients, wanted, strict=True)), None, None, None, None, None
 
 
 def _refuse_second_derivative(ctx, *_):
@@ -220,22 +278,28 @@ _forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 _backward_op.register_autograd(_refuse_second_derivative)
 
 
-@register_flop_formula(torch.ops.vision_ttt.ttt_linear)
-def _forward_flops(q_shape, *inputs_and_options, out_shape=None) -> int:
-    """2 for each multiply-add of the five products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true lengths."""
-    B, T, R, H, D = q_shape
-    chunk_size = inputs_and_options[8]
+def forward_flops(shape: Sequence[int], chunk_size: int) -> int:
+    """For q of shape (B,T,R,H,D): 2 for each multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true lengths."""
+    B, T, R, H, D = shape
     lengths = [min(chunk_size, T - start) for start in range(0, T, chunk_size)]
     return 2 * B * R * H * sum(3 * n * D * D + 2 * n * n * D for n in lengths)
 
 
-@register_flop_formula(torch.ops.vision_ttt.ttt_linear_backward)
-def _backward_flops(dout_shape, states_shape, *inputs_and_options, out_shape=None) -> int:
+def backward_flops(shape: Sequence[int], chunk_size: int) -> int:
     """Two products for each of the forward pass but the last state update, which no output depends on.
 
     It is what autograd runs on the dual form when every input needs a gradient; the repeated forward scan is not counted.
     """
-    B, T, R, H, D = dout_shape
-    chunk_size = inputs_and_options[9]
+    B, T, R, H, D = shape
     last = T % chunk_size or chunk_size
-    return 2 * _forward_flops(*inputs_and_options) - 2 * 2 * B * R * H * last * D * D
+    return 2 * forward_flops(shape, chunk_size) - 2 * 2 * B * R * H * last * D * D
+
+
+@register_flop_formula(torch.ops.vision_ttt.ttt_linear)
+def _(q_shape, *inputs_and_options, out_shape=None) -> int:
+    return forward_flops(q_shape, inputs_and_options[8])
+
+
+@register_flop_formula(torch.ops.vision_ttt.ttt_linear_backward)
+def _(dout_shape, states_shape, *inputs_and_options, out_shape=None) -> int:
+    return backward_flops(dout_shape, inputs_and_options[9])

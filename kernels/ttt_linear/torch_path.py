@@ -44,10 +44,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kept_states(shape: Sequence[int], chunk_size: int) -> int:
-    """How many states `forward` keeps for q of shape (B,T,R,H,D): one per segment but the first. Takes symbolic sizes."""
+def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
+    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment but the first. Takes symbolic sizes."""
+    B, _, R, H, D = shape
     _, _, segments, tail = _split(shape, chunk_size)
-    return segments + tail - 1
+    return segments + tail - 1 if keep_states else 0, B, R, H, D + 1, D
 
 
 def forward(
@@ -63,13 +64,11 @@ def forward(
         keep_states: whether `backward` will follow.
 
     Returns:
-        out (B,T,R,H,D) in q's dtype; states (kept_states,B,R,H,D+1,D) in the compute dtype, of length 0 without `keep_states`.
+        out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    B, _, R, H, D = q.shape
     out = torch.empty_like(q)
-    kept = kept_states(q.shape, chunk_size) if keep_states else 0
-    states = torch.empty((kept, B, R, H, D + 1, D), dtype=compute_dtype(q.dtype), device=q.device)
+    states = torch.empty(states_shape(q.shape, chunk_size, keep_states), dtype=compute_dtype(q.dtype), device=q.device)
     for images in _blocks(q.shape):
         scan = _Scan(q.shape, states.dtype, lr[images], token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
         S = scan.S0.clone()

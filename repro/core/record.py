@@ -65,7 +65,21 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not valid JSON: {error}") from None
 
 
-def write_record(folder: Path, metrics: dict, identity: dict, seconds: float) -> None:
+def replace_block(path: Path, name: str, text: str) -> None:
+    """Put `text` between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file, in place of what stands there.
+
+    Raises:
+        UserError: the file has no such block.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not opened or not closed:
+        raise UserError(f"{path}: no lines {begin.strip()} and {end}; put them where the table belongs")
+    write_text(path, f"{before}{begin}{text}\n{end}{after}")
+
+
+def write_record(folder: Path, metrics: dict, identity: dict, seconds: float, *, name: str = "metrics") -> None:
     """Write `metrics.json` (= {metrics, identity}) and `run.json` (date, seconds, host) into a cell's folder.
 
     Args:
@@ -73,11 +87,13 @@ def write_record(folder: Path, metrics: dict, identity: dict, seconds: float) ->
         metrics: numbers with their unit in the key; `None` must be explained by a sibling key `<name>_reason`.
         identity: see `make_identity`.
         seconds: wall-clock time of the run.
+        name: where several records share a folder, the name of this one: `<name>.json` and `<name>.run.json`.
     """
     _require_reasons(metrics, str(folder))
-    write_json(folder / "metrics.json", {"metrics": metrics, "identity": identity})
+    write_json(folder / f"{name}.json", {"metrics": metrics, "identity": identity})
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    write_json(folder / "run.json", {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+    run = "run.json" if name == "metrics" else f"{name}.run.json"
+    write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
 
 
 def make_identity(

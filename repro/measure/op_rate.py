@@ -69,7 +69,7 @@ def op_rate(
         "share_ci95": list(interval) if interval else None,
         **{f"{name}_ms": statistics.median(samples[name]) for name in steps},
         **{f"{name}_samples_ms": [round(s, 3) for s in samples[name]] for name in steps},
-        "backend": selected_backend(backend, torch.device(device)),
+        "backend": selected_backend(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=cast),
         "sizes": {
             "batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "chunk_size": chunk_size,
             "matmul_side": matmul_side,

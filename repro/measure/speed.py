@@ -202,7 +202,7 @@ def _private_stdout() -> Iterator[IO[str]]:
 def _run(spec: RowSpec) -> dict[str, Any]:
     import torch
 
-    from kernels import selected_backend
+    from ..models.registry import kernel_backend
 
     from . import build
 
@@ -213,10 +213,9 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     baseline_kib = _status_kib("VmRSS")
     torch.manual_seed(0)
     model = build.create(spec.model, spec.options, spec.resolution, fused=spec.attention != "unfused").to(device, dtype)
-    backend = "torch"
     if hasattr(model, "set_backend"):
         model.set_backend(spec.backend)
-        backend = selected_backend(spec.backend, device)
+    backend = kernel_backend(model, dtype)
     images = torch.randn(spec.batch, 3, *spec.resolution).to(device, dtype)
     with torch.inference_mode():
         samples, peak_mib, method = _sample(lambda: model(images), device, spec, baseline_kib)

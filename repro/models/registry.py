@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import timm
+import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -40,6 +41,14 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
 def family_module(name: str) -> str:
     """The module that a registered model comes from: `repro.models.vittt`, or one of timm's."""
     return timm.model_entrypoint(name).__module__
+
+
+def kernel_backend(model: nn.Module, dtype: torch.dtype) -> str:
+    """The implementation of the model's own operators that runs on its device for activations of `dtype`, for a result's identity.
+
+    `torch` for models without operators of their own.
+    """
+    return model.selected_backend(dtype) if hasattr(model, "selected_backend") else "torch"
 
 
 @runtime_checkable

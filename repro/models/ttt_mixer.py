@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import ttt_linear, ttt_linear_bidir
+from kernels import selected_backend, ttt_linear, ttt_linear_bidir
 
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
@@ -114,6 +114,11 @@ class TTTMixer(nn.Module):
         z = self._learn(q, k, v, self.learning_rate(x_BTD))
         z = self.post_norm(z)
         return self.out_proj(z if gate is None else gate * z)
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was made for."""
+        asked = {"head_dim": self.head_dim, "chunk_size": self.token_scale.shape[1], "dtype": dtype}
+        return selected_backend(self.backend, self.token_scale.device, **asked)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
         """Inner learning rates (B, T, H): eta_base · sigmoid(x_t · w_h + a_h) / d."""

@@ -231,6 +231,10 @@ class Vittt(nn.Module):
         for block in self.blocks:
             block.mixer.backend = backend
 
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of TTT-Linear that runs on this model's device, at its own image size, for activations of `dtype`."""
+        return self.blocks[0].mixer.selected_backend(dtype)
+
     def get_classifier(self) -> nn.Module:
         """The head."""
         return self.head

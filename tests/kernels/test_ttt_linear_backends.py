@@ -60,7 +60,7 @@ def test_segments_and_blocks_join(make_inputs, relative, poisoned_memory, monkey
     monkeypatch.setattr(torch_path, "_SEGMENT_TOKENS", 10)
     monkeypatch.setattr(torch_path, "_BLOCK_GROUPS", 20)
     inputs = make_inputs(B, T, 2, 8, chunk, R=2)
-    assert torch_path.kept_states(inputs[0].shape, chunk) > 0
+    assert torch_path.states_shape(inputs[0].shape, chunk, True)[0] > 0
     cotangent = torch.sin(torch.arange(inputs[0].numel(), dtype=torch.float64)).view_as(inputs[0])
     results = out_and_gradients(ttt_linear_bidir, inputs, cotangent, chunk_size=chunk, backend="torch")
     expected = out_and_gradients(ttt_linear_bidir, inputs, cotangent, chunk_size=chunk, backend="reference")
@@ -70,7 +70,7 @@ def test_segments_and_blocks_join(make_inputs, relative, poisoned_memory, monkey
 def test_segments_join_at_the_sizes_that_run(make_inputs, relative):
     """T and H of Vittt-T at 640x640 pixels: several segments with the module's own constants."""
     inputs = make_inputs(1, 1600, 3, 64, 16, R=2, dtype=torch.float32)
-    assert torch_path.kept_states(inputs[0].shape, 16) > 0
+    assert torch_path.states_shape(inputs[0].shape, 16, True)[0] > 0
     out = ttt_linear_bidir(*inputs, backend="torch")
     assert relative(out, ttt_linear_bidir(*(x.double() for x in inputs), backend="reference")) < 1e-5
 

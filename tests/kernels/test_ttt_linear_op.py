@@ -18,7 +18,7 @@ def require_grad(inputs):
 @pytest.mark.parametrize(("R", "H"), [(1, 1), (2, 2)])
 def test_opcheck(make_inputs, R, H):
     inputs = require_grad(make_inputs(1, 11, H, 4, 4, R=R))
-    options = (4, [False, True][-R:], 1e-6)
+    options = (4, [False, True][-R:], 1e-6, "torch")
     torch.library.opcheck(_forward_op, (*inputs, *options, True))
     torch.library.opcheck(_forward_op, (*(x.detach() for x in inputs), *options, False))
     out, states = _forward_op(*inputs, *options, True)
@@ -125,9 +125,9 @@ def test_selected_backend():
     assert selected_backend("auto", "cpu") == "torch"
     assert selected_backend("torch", torch.device("cpu")) == "torch"
     assert selected_backend("reference", "cpu") == "reference"
-    with pytest.raises(ValueError, match="'triton'.*use auto, torch or reference"):
+    with pytest.raises(ValueError, match="'triton': q is on cpu, expected a CUDA device .*; use auto, torch or reference"):
         selected_backend("triton", "cpu")
-    with pytest.raises(ValueError, match="'tritno', expected one of auto, torch, reference, triton"):
+    with pytest.raises(ValueError, match="'tritno', expected one of auto, triton, torch, reference"):
         selected_backend("tritno", "cpu")
 
 
@@ -150,6 +150,7 @@ WRONG = {
     "eps": ({"eps": 0.0}, ValueError, "eps is 0.0, expected a number above 0"),
     "reverse": ({"reverse": 1}, TypeError, "reverse is 1, expected True or False"),
     "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+    "triton on the CPU": ({"backend": "triton"}, ValueError, r"q has shape \(1, 6, 2, 4\): .*q is on cpu, expected a CUDA device"),
 }
 
 

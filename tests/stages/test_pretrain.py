@@ -195,7 +195,7 @@ def test_what_efficiency_refuses_before_measuring(checkout, repro_cli):
     for values, message in (
         (("vittt_nano_patch16_14", 32, "auto"), "no such model; did you mean 'vittt_nano_patch16_144'?"),
         (("vittt_nano_patch16_144", 40, "auto"), "multiples of the patch size 16"),
-        (("vittt_nano_patch16_144", 32, "triton"), "TTT-Linear has no Triton kernel"),
+        (("vittt_nano_patch16_144", 32, "triton"), "q is on cpu, expected a CUDA device"),
     ):
         Path("params.yaml").write_text(base + "efficiency: " + rows % values + "\n")
         code, _, err = repro_cli("efficiency")

@@ -1,0 +1,101 @@
+"""flash-linear-attention's TTT-Linear (package `flash-linear-attention`, the extra `bench`), called as ours is.
+
+Its inner learning rate is one factor per query row, the last row's for the state update; ours is c[row] · lr[column]. The two
+compute the same where our lr is constant within a chunk. It has one direction, and its public functions put the residual on
+O = QW + β − AG where ours has it on Q, so `out` here takes O from the autograd function under the public one and applies the
+output norm itself, with the package's own kernel. All gradients then correspond one to one, that of lr summed over a chunk.
+
+Its kernels are tuned once per process and chunk size, whatever dtype and T they meet first, and the choice goes to disk: here
+the disk is left out and `forget_tuning` makes it tune again, so that each shape is measured with what suits it.
+Shape letters: B samples, T tokens, H heads, D head width.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.autotuner import Autotuner
+
+KINDS = ("chunk", "fused_chunk")
+PACKAGE = "fla"
+
+
+def installed() -> bool:
+    """Whether the package can be imported."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
+    *, chunk_size: int, eps: float = 1e-6,
+) -> dict[str, Any]:  # fmt: skip
+    """The keyword arguments of its functions for those of `kernels.ttt_linear`: the layout (B,T,H,D) is the same."""
+    B, T = q.shape[:2]
+    c = token_scale.repeat(-(-T // chunk_size))[:T]
+    eta = (c[None, :, None] * lr)[..., None]
+    return {
+        "q": q, "k": k, "v": v,
+        # its kernels want these three in q's dtype; it sums the gradients of w and b in that dtype, too
+        "w": ln_weight.to(q.dtype), "b": ln_bias.to(q.dtype), "eta": eta.to(q.dtype),
+        "scale": 1.0,  # D^-1/2 unless said
+        "eps": eps,
+        "chunk_size": chunk_size,
+        "initial_state": W0.expand(B, *W0.shape),
+        "initial_state_bias": b0[None, :, None].expand(B, b0.shape[0], 1, b0.shape[1]),
+    }  # fmt: skip
+
+
+def public(kind: str) -> Callable[..., Tensor]:
+    """Its function as its users call it, for timing: of `arguments`."""
+    os.environ.setdefault("FLA_CACHE_RESULTS", "0")  # read when the package is imported
+    from fla.ops.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
+
+    function = {"chunk": chunk_ttt_linear, "fused_chunk": fused_chunk_ttt_linear}[kind]
+    return lambda **given: function(**given, output_final_state=False)[0]
+
+
+def forget_tuning() -> None:
+    """Make the kernels tune anew at their next call."""
+    from fla.ops.ttt import chunk, fused_chunk
+
+    for module in (chunk, fused_chunk):
+        for kernel in vars(module).values():
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None)
+            if kernel is not None:
+                kernel.cache.clear()
+
+
+def both_directions(kind: str) -> Callable[..., Tensor]:
+    """A function of `ttt_linear_bidir`'s tensors: both directions scan forth, as 2·H heads of one call."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, *shared: Tensor, chunk_size: int) -> Tensor:
+        q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+        given = arguments(q, k, v, lr.repeat(1, 1, 2), token_scale[0], *(x.flatten(0, 1) for x in shared), chunk_size=chunk_size)
+        return public(kind)(**given)
+
+    return run
+
+
+def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tensor:
+    """What `kernels.ttt_linear` returns for these inputs (nine tensors, one direction), where lr is constant in each chunk."""
+    from fla.modules.layernorm import group_norm
+
+    given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
+    q, weight, bias = given["q"], given["w"], given["b"]
+    if kind == "chunk":
+        from fla.ops.ttt.chunk import ChunkTTTLinearFunction as Function
+
+        more: tuple[None, ...] = (None, None)
+    else:
+        from fla.ops.ttt.fused_chunk import FusedChunkTTTLinearFunction as Function
+
+        more = (None,)
+    state = given["initial_state"], given["initial_state_bias"]
+    O = Function.apply(q, given["k"], given["v"], weight, bias, chunk_size, given["eta"], given["scale"], eps, *state, False, *more)[0]
+    B, T, H, D = O.shape
+    y = group_norm(O.reshape(B, T, H * D), weight=weight.reshape(-1), bias=bias.reshape(-1), eps=eps, num_groups=H)
+    return q + y.reshape(B, T, H, D)

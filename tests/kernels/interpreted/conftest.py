@@ -1,0 +1,8 @@
+"""Tests of the Triton kernels under Triton's interpreter, which is chosen when Triton is imported: a process of its own.
+
+`tests/kernels/test_interpreted.py` starts it; by hand: TRITON_INTERPRET=1 pytest tests/kernels/interpreted.
+"""
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
