@@ -152,8 +152,8 @@ def _printed(rows: Iterable[dict[str, Any]], line) -> Iterable[dict[str, Any]]:
 
 
 def _write(paths: Paths, folder, name: str, metrics: dict, command, device: str, started: float) -> None:
-    dtype = "fp32, fp16, bf16" if command != "bench" else "bf16"
-    identity = make_identity(paths.root, ["stages.kernels"], Asked(command=command), device=device, dtype=dtype, backend="triton")
+    how = {"dtype": "bf16" if command == "bench" else "each row says", "backend": "triton, interpreted" if _interpreted() else "triton"}
+    identity = make_identity(paths.root, ["stages.kernels"], Asked(command=command), device=device, **how)
     write_record(folder, metrics, identity, time.monotonic() - started, name=name)
     print(f"written: {(folder / name).relative_to(paths.root)}.json")
 

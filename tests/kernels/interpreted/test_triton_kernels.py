@@ -1,5 +1,7 @@
 """The Triton kernels against the fp64 reference and its autograd on the same rounded inputs: the matrix, and what surrounds it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -53,6 +55,24 @@ def test_memory_is_poisoned():
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_repeat_runs_are_bitwise_equal(dtype):
     assert check.repeated(150, 1, dtype, "cpu")["passed"]
+
+
+@pytest.mark.parametrize(("shared_memory", "tried"), [(2**20, 4), (2**10, 1)])
+def test_tuning_tries_what_fits_once_per_bucket(monkeypatch, shared_memory, tried):
+    """The tuner as it runs on a GPU, but for its clock: the device's shared memory prunes, the bucket of T is the key."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kernel = triton_fwd.tuned.__wrapped__(triton_fwd.forward_kernel, triton_fwd.configs, torch.float16, 16)
+    benchmarked = []
+    kernel._do_bench = lambda call, quantiles: (call(), benchmarked.append(1), [1.0, 1.0, 1.0])[-1]
+    for tokens in (20, 21, 40):  # two of one bucket, one of the next
+        given = arguments(check.draw(0, 1, tokens, 2, 1), torch.float16)
+        want, states = triton_fwd.forward(*given, *OPTIONS, False)
+        out = torch.full_like(want, float("nan"))
+        launched = triton_fwd.shared_arguments(*given, *OPTIONS) | {"out_ptr": out, "states_ptr": states, "KEEP": False}
+        kernel[(2,)](**launched)
+        assert torch.equal(out, want)
+    assert len(kernel.cache) == 2 and len(benchmarked) == (2 * tried if tried > 1 else 0)
 
 
 def test_low_precision_parameters_and_strided_inputs():
