@@ -18,8 +18,10 @@ VERBS = {
     "report": "report",
     "evaluate": "evaluate",
     "status": "status",
+    "doctor": "doctor",
+    "plan": "plan",
 }
-GROUPS = {"profile": "profile", "kernels": "kernels"}
+GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data"}
 
 app = typer.Typer(
     name="repro",

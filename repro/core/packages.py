@@ -1,0 +1,108 @@
+"""What is installed, against what the project needs: lowest versions, the lock file, and packages that hide each other.
+
+Packages are looked up by their metadata and never imported. Each finding is a `Line`.
+"""
+
+import importlib.util
+import platform
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+Line = tuple[str, str, str]  # ok, note, warning or error; what it is about; what was found and, where something is amiss, the fix
+INSTALL = "python -m pip install -r requirements.lock"
+REINSTALL = "python -m pip install --no-deps -e ."
+# what `repro segment` needs: the maintained continuation of OpenMMLab's packages, under the same import names
+MMSEG = {"onedl-mmsegmentation": "1.4.2", "onedl-mmcv": "2.3.6", "onedl-mmengine": "0.10.12"}
+# distributions that bring the same import names -> which of ours
+MMSEG_CLASHES = {
+    "mmsegmentation": "onedl-mmsegmentation", "mmcv": "onedl-mmcv", "mmcv-full": "onedl-mmcv", "mmcv-lite": "onedl-mmcv",
+    "mmengine": "onedl-mmengine", "mmengine-lite": "onedl-mmengine",
+}  # fmt: skip
+MMSEG_INSTALL = "python -m pip install " + " ".join(f"{name}=={version}" for name, version in MMSEG.items())
+
+
+def version(name: str) -> str | None:
+    """The installed version of a distribution, the first on the module path; None where there is none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_floors(project: Path) -> Iterator[Line]:
+    """A line for Python and each dependency of a pyproject.toml; an error where it is missing or older than the code needs.
+
+    Extras are reported only where they are installed.
+    """
+    from packaging.requirements import Requirement
+
+    if not project.is_file():
+        yield "note", project.name, "not in this folder; lowest versions are not checked"
+        return
+    about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    python, found = Requirement(f"python{about['requires-python']}"), platform.python_version()
+    if not python.specifier.contains(found, prereleases=True):
+        yield "error", "Python", f"{found}, {python.specifier} is needed: make a virtual environment with a newer Python"
+    extras = [text for texts in about.get("optional-dependencies", {}).values() for text in texts]
+    for text in dict.fromkeys([*about["dependencies"], *extras]):
+        wanted, optional = Requirement(text), text not in about["dependencies"]
+        found = version(wanted.name)
+        if (wanted.marker and not wanted.marker.evaluate()) or (optional and found is None):
+            continue
+        if found is not None and wanted.specifier.contains(found, prereleases=True):
+            yield "ok", wanted.name, found + (f" ({wanted.specifier})" if wanted.specifier else "")
+            continue
+        fix = f"python -m pip install '{wanted.name}{wanted.specifier}'" if optional else INSTALL
+        yield "error", wanted.name, f"{found or 'not installed'}, {wanted.specifier or 'any version'} is needed: {fix}"
+
+
+def check_lock(lock: Path) -> Iterator[Line]:
+    """One warning that lists the versions which differ from the pins of a lock file, one for the packages that are missing."""
+    from packaging.requirements import Requirement
+
+    if not lock.is_file():
+        yield "note", lock.name, "not in this folder; versions are not compared"
+        return
+    pins = [Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+    pairs = [(pin.name, str(pin.specifier).removeprefix("=="), version(pin.name)) for pin in pins]
+    # without the build's tag: 2.14.1+cu130 is 2.14.1
+    differ = [f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin]
+    absent = [name for name, _, found in pairs if found is None]
+    for what, names in (("differ", differ), ("are not installed", absent)):
+        if names:
+            yield "warning", lock.name, f"{len(names)} of {len(pins)} packages {what}: {', '.join(names)}: {INSTALL}"
+    if not differ and not absent:
+        yield "ok", lock.name, f"all {len(pins)} versions are the ones that the tests ran with"
+
+
+def check_mmseg() -> Iterator[Line]:
+    """The three packages of `repro segment`, and other distributions that write into the same import names."""
+    found = {name: version(name) for name in MMSEG}
+    if not any(found.values()):
+        yield "note", "mmseg", f"not installed; needed by repro segment only: {MMSEG_INSTALL}"
+    else:
+        for name, pin in MMSEG.items():
+            fits = found[name] == pin
+            amiss = f"{found[name] or 'not installed'}, repro segment is tested with {pin}: {MMSEG_INSTALL}"
+            yield ("ok" if fits else "warning"), name, (pin if fits else amiss)
+    for name, ours in MMSEG_CLASHES.items():
+        if other := version(name):  # removing it also removes the files that ours has in the same folder
+            fix = f"python -m pip uninstall {name}, then {MMSEG_INSTALL} --force-reinstall --no-deps"
+            yield "error", name, f"{other} has the import name of {ours}, and one overwrites the other: {fix}"
+
+
+def check_kernels() -> Iterator[Line]:
+    """Our package `kernels` against Hugging Face's of the same name: which of the two an import gives."""
+    spec = importlib.util.find_spec("kernels")
+    found, installed = Path(spec.origin).parent if spec and spec.origin else None, version("kernels")
+    if found is None or not (found / "ttt_linear").is_dir():
+        fix = "python -m pip uninstall kernels" if installed else REINSTALL
+        yield "error", "kernels", f"`import kernels` gives {found}, not this project's package: {fix}"
+    elif installed:
+        clash = f"Hugging Face's package kernels {installed} has our package's name, and transformers would import ours"
+        yield "warning", "kernels", f"{clash}: python -m pip uninstall kernels, or give it an environment of its own"
+    else:
+        yield "ok", "kernels", "`import kernels` gives this project's; Hugging Face's package of that name is not installed"

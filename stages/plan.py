@@ -1,0 +1,180 @@
+"""`repro plan`: what the parameters would run, for which tables and figures of the paper, and what it costs. Starts nothing.
+
+Hours of a training cell = epochs · training images / throughput of one GPU. Its evaluations are left out (under 1 % of ImageNet's
+300 epochs), and N GPUs are taken to be N times as fast as one.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import shutil
+from typing import Annotated
+
+import typer
+
+from repro.core.config import load_section, load_yaml, section_keys
+from repro.core.errors import UserError
+from repro.core.paths import Paths, find_root
+from repro.core.table import print_table
+from repro.report.demands import demands
+from repro.report.ledger import load_ledger
+from repro.report.sources import Results
+from repro.report.training import Rates, parse_rates
+
+from .complexity import ComplexityParams
+from .efficiency import EfficiencyParams
+from .prepare_data import PrepareData
+from .pretrain import PretrainParams
+from .profile import active, names
+
+KNOWN_GB = {"imagenet": 150, "coco": 20, "ade20k": 1}  # unpacked, once the archives are removed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A stage or cell: its command; hours of one GPU and the most disk that it occupies (1e9 bytes), None where unknown; what the
+    hours follow from and where that is known from; the measurements that it `gives`, see repro.report.demands."""
+
+    command: str
+    gpu_hours: float | None
+    disk_gb: float | None
+    basis: str
+    note: str = ""
+    gives: frozenset = frozenset()
+
+
+def command(
+    profile: Annotated[str | None, typer.Option(help="Plan this profile instead of params.yaml.")] = None,
+    img_per_s: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL=NUMBER", help="Training images per second on one GPU; may be repeated.")
+    ] = None,
+    tflops: Annotated[float, typer.Option(help="Peak of a GPU, for models of unknown speed (A100, bf16: 312 TFLOP/s).")] = 312.0,
+    utilisation: Annotated[float, typer.Option(help="Share of that peak which training reaches.")] = 0.3,
+    gpus: Annotated[int, typer.Option(help="GPUs that share the work.")] = 1,
+) -> None:
+    """Show what would run, for which table or figure, its GPU-hours and its disk, before anything is started."""
+    if gpus < 1:
+        raise UserError(f"plan: --gpus {gpus}: expected 1 or more")
+    paths = find_root()
+    rows = run(paths, Rates(given=parse_rates(img_per_s or []), tflops=tflops, utilisation=utilisation), profile=profile)
+    if profile is not None and active(paths) != profile:
+        print(f"first: repro profile use {profile}")
+    wanted, table = demands(load_ledger()), []
+    for row in rows:
+        helps = {place: sum(bool(need & row.gives) for need in needs) for place, needs in wanted.items()}
+        places = ", ".join(f"{place} ({n})" for place, n in helps.items() if n)
+        numbers = [_number(value) for value in (row.gpu_hours, row.gpu_hours and row.gpu_hours / 24 / gpus, row.disk_gb)]
+        table.append([row.command, places or "–", *numbers, row.basis])
+    print_table(["command", "for (numbers that need it)", "GPU-hours", f"days on {gpus}", "disk GB", "because"], table)
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        print(note)
+    hours, disk = (sum(getattr(row, name) or 0 for row in rows) for name in ("gpu_hours", "disk_gb"))
+    ideal = f" if {gpus} GPUs are {gpus} times as fast as one" if gpus > 1 else " on one GPU"
+    print(f"total: {_number(hours)} GPU-hours, {_number(hours / 24 / gpus)} days{ideal}; disk {_number(disk)} GB")
+    print(f"free disk here: {shutil.disk_usage(paths.root).free / 1e9:.0f} GB")
+    if unknown := [row.command for row in rows if None in (row.gpu_hours, row.disk_gb)]:
+        print(f"unknown and not in the total: {', '.join(unknown)}")
+    gives = frozenset().union(*(row.gives for row in rows))
+    counts = [f"{place} {sum(bool(n) and n <= gives for n in needs)} of {len(needs)}" for place, needs in wanted.items()]
+    print(f"numbers of the paper that would then have one of ours: {', '.join(counts)}")
+
+
+def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
+    """The rows of params.yaml, or of a profile, in its order.
+
+    Raises:
+        UserError: an unknown profile, a rate of a model that no cell trains, a number out of range, wrong parameters.
+    """
+    if profile is not None and profile not in names(paths):
+        raise UserError(f"plan: profile {profile!r}: not known; there are {', '.join(names(paths))}")
+    file = paths.params if profile is None else paths.profiles / f"{profile}.yaml"
+    sections, ledger = load_yaml(file) or {}, load_ledger()
+    results = Results(paths, ledger.default_options, ledger.own_families)
+
+    def cells(stage, cls):
+        return {cell: load_section(cls, file, stage, cell) for cell in section_keys(file, stage)} if stage in sections else {}
+
+    data, trained = cells("prepare_data", PrepareData), cells("pretrain", PretrainParams)
+    known = {key for p in trained.values() for key in (p.model, results.model_key(vars(p), p.model))}
+    for name in sorted(rates.given.keys() - known):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known)) or 'none'}"
+        raise UserError(f"plan: --img-per-s {name}: no cell trains this model; {hint}")
+    rows = []
+    for stage in sections:
+        if stage == "prepare_data":
+            rows += [_data_row(paths, cell, params) for cell, params in data.items()]
+        elif stage == "pretrain":
+            rows += [_pretrain_row(paths, results, rates, cell, params, data) for cell, params in trained.items()]
+        elif stage == "complexity":
+            rows.append(_complexity_row(load_section(ComplexityParams, file, stage), results))
+        elif stage == "efficiency":
+            rows.append(_efficiency_row(load_section(EfficiencyParams, file, stage)))
+        elif stage not in ("runtime", "report"):  # neither costs anything
+            rows.append(Row(command=f"dvc repro {stage}", gpu_hours=None, disk_gb=None, basis="no cost model for this stage"))
+    return rows
+
+
+def _manifest(paths: Paths, cell: str):
+    from repro.data.manifest import read_manifest
+
+    file = paths.cell("prepare_data", cell) / "manifest.json"
+    return read_manifest(file) if file.is_file() else None
+
+
+def _data_row(paths: Paths, cell: str, params: PrepareData) -> Row:
+    manifest = _manifest(paths, cell)
+    known = sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KNOWN_GB.get(params.kind)
+    basis = "CPU only; size " + ("from its manifest" if manifest else "as published" if known else "unknown until it is written")
+    return Row(command=f"dvc repro prepare_data@{cell}", gpu_hours=0.0, disk_gb=known, basis=basis)
+
+
+def _pretrain_row(paths: Paths, results: Results, rates: Rates, cell: str, params: PretrainParams, data: dict) -> Row:
+    """Disk: two checkpoints of weights and AdamW's two moments, the snapshots there and in the results, the weights, all fp32."""
+    from repro.measure.flops import cost
+
+    if params.data not in data:
+        raise UserError(f"pretrain.{cell}.data: {params.data} is no cell of prepare_data")
+    prepared = data[params.data]
+    manifest = _manifest(paths, params.data)
+    images = manifest.splits["train"].images if manifest else prepared.expected.train
+    classes = len(manifest.classes) if manifest else prepared.expected.classes
+    try:
+        counted = cost(params.model, {**params.options, "num_classes": classes}, (params.transform.image_size,) * 2)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"pretrain.{cell}: {error}") from None
+    key = results.model_key(vars(params), params.model)
+    speed = rates.speed(results, params.model, key, counted.macs)
+    return Row(
+        command=f"dvc repro pretrain@{cell}",
+        gpu_hours=params.epochs * images / speed.img_per_s / 3600,
+        disk_gb=counted.params * 4 * (3 * 2 + 2 * len(params.snapshot_epochs) + 1) / 1e9,
+        basis=f"{params.epochs} epochs of {images:,} images at {speed.img_per_s:,.0f} img/s, {speed.how}",
+        note=speed.note,
+        gives=frozenset({("accuracy", prepared.kind, key)}),
+    )
+
+
+def _complexity_row(params: ComplexityParams, results: Results) -> Row:
+    counted = frozenset(
+        (kind, f"{results.model_key({'model': model, 'options': dict(zip(group.vary, values, strict=True))}, model)}@{side}", "")
+        for group in params.groups
+        for model, side, *values in itertools.product(group.models, group.resolutions, *group.vary.values())
+        for kind in ("params_m", "macs_g")
+    )
+    return Row(command="dvc repro complexity", gpu_hours=0.0, disk_gb=0.0, basis="CPU only, under a minute", gives=counted)
+
+
+def _efficiency_row(params: EfficiencyParams) -> Row:
+    """The baselines run twice, with unfused and with fused attention; a row that takes longer than its budget is stopped."""
+    models = [model for pair in params.sizes.values() for model in (pair.vittt, pair.baseline, pair.baseline)] + [*params.others]
+    rows = len(models) * len(params.resolutions)
+    gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model in models)
+    basis = f"at most: {rows} rows of {params.budget_s:g} s"
+    return Row(command="dvc repro efficiency", gpu_hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)
+
+
+def _number(value: float | None) -> str:
+    if not value:
+        return "unknown" if value is None else "0"
+    return "<0.1" if value < 0.05 else f"{value:,.1f}"

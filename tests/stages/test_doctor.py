@@ -1,0 +1,186 @@
+"""`repro doctor`: a real run, made-up packages on the module path, and machines that this one is not."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from repro.core import packages
+from repro.core.paths import Paths
+from stages import doctor
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = (
+    "machine", "packages", "name clashes", "PyTorch and TTT-Linear", "segmentation", "parameters and data",
+    "disk and shared memory",
+)  # fmt: skip
+Usage = namedtuple("Usage", "total used free")
+
+
+def pretend(folder: Path, **versions: str) -> None:
+    """Distributions of which nothing but the metadata is there, as importlib.metadata finds them."""
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def line(lines, subject: str) -> tuple[str, str]:
+    """(mark, text) of the one line about `subject`."""
+    found = [(mark, text) for mark, about, text in lines if about == subject]
+    assert len(found) == 1, (subject, lines)
+    return found[0]
+
+
+@pytest.fixture
+def project(checkout) -> Paths:
+    """A small checkout with the two files that say which packages are needed."""
+    for name in ("pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, checkout / name)
+    return Paths(checkout)
+
+
+def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
+    pretend(tmp_path, kernels="0.17.2", mmcv_full="1.7.2", timm="0.9.16", tqdm="4.0.0", onedl_mmcv="2.3.5")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert [text for text in lines[:-1] if not text.startswith(" ")] == list(SECTIONS)
+    marked = [text.split(maxsplit=1) for text in lines if text.startswith(" ")]
+    assert {mark for mark, _ in marked} <= {"ok", "note", "warning", "error"}
+
+    def text(mark: str, subject: str) -> str:
+        return next(rest for found, rest in marked if found == mark and rest.startswith(f"{subject}: "))
+
+    assert "0.17.2" in text("warning", "kernels") and "pip uninstall kernels" in text("warning", "kernels")
+    assert "1.7.2 has the import name of onedl-mmcv" in text("error", "mmcv-full")
+    assert "pip uninstall mmcv-full" in text("error", "mmcv-full")
+    assert text("error", "timm") == f"timm: 0.9.16, >=1.0.29 is needed: {packages.INSTALL}"
+    assert "tqdm 4.0.0 (pinned: " in text("warning", "requirements.lock") and "timm 0.9.16" in text("warning", "requirements.lock")
+    assert "2.3.5, repro segment is tested with 2.3.6: " in text("warning", "onedl-mmcv")
+    assert "not installed, repro segment is tested with 1.4.2" in text("warning", "onedl-mmsegmentation")
+    assert "torch on cpu, not triton: q is on cpu" in text("ok", "TTT-Linear")
+    errors, warnings = (sum(mark == kind for mark, _ in marked) for kind in ("error", "warning"))
+    assert lines[-1] == f"{errors} errors, {warnings} warnings" and errors >= 2
+    assert done.returncode == 1 and done.stderr == f"repro: doctor: {errors} errors; each is named above with its fix\n"
+
+
+def test_a_healthy_machine_ends_with_zero(project, repro_cli, monkeypatch):
+    params = project.params.read_text()
+    absent = params[params.index("  imagenet:\n") : params.index("pretrain:\n")]
+    project.params.write_text(params.replace(absent, ""))
+    monkeypatch.setattr(doctor, "gpu_names", lambda: [])
+    monkeypatch.setattr(doctor, "check_floors", lambda file: [])  # of whatever environment runs the tests
+    code, out, err = repro_cli("doctor")
+    assert (code, err) == (0, "") and out.splitlines()[-1].startswith("0 errors, ")
+
+
+def test_needed_packages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    pretend(tmp_path / "site", made_up_old="1.2", made_up_new="2.0+cu130", made_up_extra="0.5")
+    project, lock = tmp_path / "pyproject.toml", tmp_path / "requirements.lock"
+    project.write_text(
+        '[project]\nrequires-python = ">=99"\n'
+        'dependencies = ["made-up-old>=1.10", "made-up-new>=2", "made-up-absent", "made-up-other; sys_platform == \'none\'"]\n'
+        'optional-dependencies = {bench = ["made-up-extra>=0.6", "made-up-unused>=3"]}\n'
+    )
+    lines = list(packages.check_floors(project))
+    assert [(mark, name) for mark, name, _ in lines] == [
+        ("error", "Python"), ("error", "made-up-old"), ("ok", "made-up-new"), ("error", "made-up-absent"),
+        ("error", "made-up-extra"),
+    ]  # fmt: skip
+    assert line(lines, "made-up-old")[1].startswith("1.2, >=1.10 is needed")  # as versions, not as text
+    assert line(lines, "made-up-absent")[1].startswith("not installed, any version is needed")
+    lock.write_text("# pins\nmade-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n")
+    differ, absent = (text for _, _, text in packages.check_lock(lock))
+    assert differ.startswith("1 of 3 packages differ: made-up-old 1.2 (pinned: 1.3): ")
+    assert absent.startswith("1 of 3 packages are not installed: made-up-absent: ")
+    lock.write_text("made-up-new==2.0\n")
+    assert [mark for mark, _, _ in packages.check_lock(lock)] == ["ok"]
+    missing = [*packages.check_floors(tmp_path / "none"), *packages.check_lock(tmp_path / "none")]
+    assert [mark for mark, _, _ in missing] == ["note", "note"]
+
+
+def test_a_hidden_kernels_package_is_an_error(tmp_path):
+    """Hugging Face's comes first on the path: the commands would import it."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    pretend(tmp_path, kernels="0.17.2")
+    code = "from repro.core.packages import check_kernels; print(*check_kernels())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("('error', 'kernels'") and "pip uninstall kernels" in done.stdout
+
+
+def test_segmentation_is_optional_and_pinned(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if not any(map(packages.version, [*packages.MMSEG, *packages.MMSEG_CLASHES])):
+        ((mark, _, text),) = packages.check_mmseg()
+        assert mark == "note" and "needed by repro segment only" in text and "onedl-mmcv==2.3.6" in text
+    pretend(tmp_path, **{name.replace("-", "_"): pin for name, pin in packages.MMSEG.items()})
+    assert [mark for mark, _, _ in packages.check_mmseg()] == ["ok", "ok", "ok"]
+
+
+def test_data_and_parameters(project):
+    lines = doctor.run(project)["parameters and data"]
+    assert line(lines, "params.yaml") == ("note", "edited, equals no profile")
+    assert line(lines, "runtime.data_roots.digits") == ("ok", "data/digits, used by prepare_data.digits")
+    mark, text = line(lines, "runtime.data_roots.imagenet")
+    assert mark == "error" and "does not exist" in text and "docs/data.md" in text
+    shutil.rmtree(project.root / "data" / "digits")
+    assert line(doctor.run(project)["parameters and data"], "runtime.data_roots.digits")[0] == "note"
+    shutil.copy(ROOT / "profiles" / "mini.yaml", project.params)
+    assert line(doctor.run(project)["parameters and data"], "params.yaml") == ("ok", "equals the mini profile")
+    project.params.write_text("runtime: {device: tpu, data_roots: {}}\n")
+    mark, text = line(doctor.run(project)["parameters and data"], "params.yaml")
+    assert mark == "error" and "runtime.device" in text and "profile use mini" in text
+
+
+def test_little_disk_and_shared_memory(project, monkeypatch):
+    usage = Usage(total=64 * 2**20, used=0, free=3e9)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(doctor, "SHM", str(project.root))
+    lines = doctor.run(project)["disk and shared memory"]
+    assert line(lines, "disk of project folder")[0] == line(lines, "disk of .runs")[0] == "warning"
+    assert line(lines, "disk of data root digits")[0] == "ok"
+    mark, text = line(lines, "disk of data root imagenet")
+    assert mark == "warning" and text.startswith("3 GB free, 150 GB needed")
+    assert line(lines, str(project.root)) == ("ok", "0.062 GiB, runtime.workers is 0")
+    project.params.write_text(project.params.read_text().replace("workers: 0", "workers: 4"))
+    mark, text = line(doctor.run(project)["disk and shared memory"], str(project.root))
+    assert mark == "warning" and "--shm-size" in text
+
+
+def test_a_gpu_that_cannot_be_used(project, monkeypatch):
+    import torch
+
+    import kernels
+
+    def old_gpu(backend, device, **asked):
+        if backend == "triton":
+            raise ValueError(f"backend 'triton': {device} is old; use auto, torch or reference")
+        return "torch"
+
+    monkeypatch.setattr(doctor, "gpu_names", lambda: ["NVIDIA Old, 470.0"])
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    report = doctor.run(project)
+    assert line(report["machine"], "GPU, driver") == ("ok", "NVIDIA Old, 470.0")
+    mark, text = line(report["machine"], "C compiler")
+    assert mark == "error" and "install gcc, or set CC" in text
+    lines = report["PyTorch and TTT-Linear"]
+    assert [mark for mark, about, text in lines if about == "torch"] == ["ok", "warning"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "selected_backend", old_gpu)
+    lines = doctor.run(project)["PyTorch and TTT-Linear"]
+    (cpu, gpu) = ((mark, text) for mark, about, text in lines if about == "TTT-Linear")
+    assert cpu == ("ok", "torch on cpu, not triton: cpu is old") and gpu[0] == "warning"
+    assert gpu[1].startswith("torch on cuda:0, not triton: cuda:0 is old: ")
