@@ -27,7 +27,7 @@ WIDTH = 64
 INSTRUCTIONS = "HMMA", "HGMMA", "LDL", "STL", "BAR"
 KERNELS = {"ttt_linear_forward": triton_fwd, "ttt_linear_backward": triton_bwd}
 # pointers to tensors of q's dtype; all others are fp32
-_OPERANDS = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "dO", "squares")}
+_OPERANDS = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "tiles", "squares")}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -4,9 +4,15 @@ One program scans one (sample, direction, head). Its state stays in fp32 registe
 ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the matrix
 units take as they are. q, k, v and out stay (B,T,R,H,D); a back direction counts its tokens from the end.
 
-LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. All that
-LayerNorm and its backward need are then five sums over one column of Z, taken in one exchange between warps: with
+LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. Then, with
 x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)).
+
+All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a token
+(D = 64, two bytes an element), so that a sum over D takes three shuffles and no exchange between warps. Z and O pass once
+through shared memory for it. Triton would rather keep such values in the layout of the product they come from; `alive` says how
+it is told. A value a column of which is constant, as the bias β, is kept (D,n) as an accumulator, with every column the same:
+a product with ones sums over the tokens without a shuffle. Only full chunks change a state that is still used, so that the
+state's step is always the last c; lr is part of G wherever G is an operand, and A is without it.
 
 A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and so no share in any sum.
 Shape letters: B batch, T tokens, R directions, H heads, D head width.
@@ -25,35 +31,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
 WIDTHS = 16, 32, 64, 128
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
-
-
-@triton.jit
-def column_sums3(a0, a1, a2):
-    """Three sums over axis 0 in one exchange between warps. The interpreter is fast for plain sums only."""
-    if _INTERPRETED:
-        return tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0)
-    else:
-        return tl.reduce((a0, a1, a2), 0, _add3)
-
-
-@triton.jit
-def column_sums5(a0, a1, a2, a3, a4):
-    """Five sums over axis 0, as `column_sums3`."""
-    if _INTERPRETED:
-        return tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0)
-    else:
-        return tl.reduce((a0, a1, a2, a3, a4), 0, _add5)
 
 
 @triton.jit
@@ -75,13 +52,14 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
 
 
 @triton.jit
-def inner_statistics(z, e, gamma2, eps, D: tl.constexpr):
-    """Per column of z (D,n): rstd and the means of γ² x, γ² x², g and g x."""
-    gz = gamma2 * z
-    zz_sum, gz_sum, gzz_sum, e_sum, ez_sum = column_sums5(z * z, gz, gz * z, e, e * z)
-    rstd = tl.rsqrt(zz_sum / D + eps)
-    m_x, m_xx = gz_sum * rstd / D, gzz_sum * rstd * rstd / D
-    return rstd, m_x, m_xx, m_x + e_sum / D, m_xx + ez_sum * rstd / D
+def alive(x):
+    """All true, for x (n,D) as loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it; but Triton cannot see that, and
+    gives y the layout of x where x, or what x will be in the next turn of the loop, is loaded below the product that y comes from.
+    """
+    if x.dtype == tl.float32:
+        return (x.to(tl.int32, bitcast=True) | 1) != 0
+    else:
+        return (x.to(tl.int16, bitcast=True) | 1) != 0
 
 
 @triton.jit(do_not_specialize=["T", "R", "H", "reverse", "bucket"])
@@ -92,60 +70,72 @@ def forward_kernel(
 ):  # fmt: skip
     """out; with KEEP the state at the start of every group of GROUP chunks but the first. `bucket` is a key for tuning."""
     head, r, b, first, step = place(T, R, H, reverse)
-    row, param, chunks = (b * T * R + r) * H + head, r * H + head, tl.cdiv(T, CHUNK)
+    param, chunks = r * H + head, tl.cdiv(T, CHUNK)
     d, n = tl.arange(0, D), tl.arange(0, BLOCK)
     dt: tl.constexpr = q_ptr.dtype.element_ty
-    gamma = tl.load(gamma_ptr + param * D + d)[:, None]
-    mu = tl.load(mu_ptr + param * D + d)[:, None]
+    gamma = tl.load(gamma_ptr + param * D + d)[None, :]
+    mu = tl.load(mu_ptr + param * D + d)[None, :]
     gamma2 = gamma * gamma
     c = tl.load(scale_ptr + r * CHUNK + n, mask=n < CHUNK, other=0.0)
-    causal = n[:, None] >= n[None, :]
-    ST, beta = start_state(W0_ptr + param * D * D, b0_ptr + param * D, D)
+    minus_c = tl.where(n[:, None] <= n[None, :], -c[None, :], 0.0)
+    minus_c_last = -tl.load(scale_ptr + r * CHUNK + CHUNK - 1)
+    ST, beta0 = start_state(W0_ptr + param * D * D, b0_ptr + param * D, D)
+    beta0 = beta0[:, None]
+    G_sum = tl.zeros((D, BLOCK), tl.float32)
+    ones = tl.full((BLOCK, BLOCK), 1.0, dt)
     states_ptr += tl.program_id(0).to(tl.int64) * (((chunks + GROUP - 1) // GROUP - 1) * (D + 1) * D)
 
-    inside = (n < T) & (n < CHUNK)
-    offsets = (((first + step * n).to(tl.int64) * (R * H) + row) * D)[:, None] + d[None, :]
-    k = tl.load(k_ptr + offsets, mask=inside[:, None], other=0.0)
-    v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
-    q = tl.load(q_ptr + offsets, mask=inside[:, None], other=0.0)
+    start = (b * T + first) * (R * H) + param
+    q_ptr += start * D
+    k_ptr += start * D
+    v_ptr += start * D
+    out_ptr += start * D
+    lr_ptr += (b * T + first) * H + head
+    tile = (step * R * H * D) * n[:, None] + d[None, :]
+    inside = n < tl.minimum(CHUNK, T)
+    k = tl.load(k_ptr + tile, mask=inside[:, None], other=0.0)
+    v = tl.load(v_ptr + tile, mask=inside[:, None], other=0.0)
+    q = tl.load(q_ptr + tile, mask=inside[:, None], other=0.0)
+    lr = tl.load(lr_ptr + step * H * n, mask=inside, other=0.0)
+    # The next chunk travels while this one is computed; its v last, for `alive`.
     for i in tl.range(0, chunks, disable_licm=True):
+        beta = beta0 + minus_c_last * G_sum
         if KEEP:
             if (i > 0) & (i % GROUP == 0):
                 tl.store(states_ptr + d[None, :] * D + d[:, None], ST)
-                tl.store(states_ptr + D * D + d, beta)
+                tl.store(states_ptr + D * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
                 states_ptr += (D + 1) * D
-        start = i * CHUNK
-        inside = (start + n < T) & (n < CHUNK)
-        token = (first + step * (start + n)).to(tl.int64)
-        lr = tl.load(lr_ptr + (b * T + token) * H + head, mask=inside, other=0.0)
-        c_last = tl.load(scale_ptr + r * CHUNK + tl.minimum(CHUNK, T - start) - 1)
-        # The next chunk travels while this one is computed.
-        ahead = (start + CHUNK + n < T) & (n < CHUNK)
-        offsets_ahead = (((first + step * (start + CHUNK + n)).to(tl.int64) * (R * H) + row) * D)[:, None] + d[None, :]
-        k_ahead = tl.load(k_ptr + offsets_ahead, mask=ahead[:, None], other=0.0)
-        v_ahead = tl.load(v_ptr + offsets_ahead, mask=ahead[:, None], other=0.0)
-        q_ahead = tl.load(q_ptr + offsets_ahead, mask=ahead[:, None], other=0.0)
+        ahead = n < tl.minimum(CHUNK, T - i * CHUNK - CHUNK)
+        at = tl.cast(i, tl.int64) * (step * CHUNK * R * H * D)
+        at_ahead = at + step * CHUNK * R * H * D
+        k_ahead = tl.load(k_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        q_ahead = tl.load(q_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        lr_ahead = tl.load(lr_ptr + (i + 1) * (step * CHUNK * H) + step * H * n, mask=ahead, other=0.0)
 
         S = ST.to(dt)
-        o = tl.dot(S, tl.trans(q), input_precision="ieee") + beta[:, None]
-        QK = tl.dot(q, tl.trans(k), input_precision="ieee")
-        A = tl.where(causal, c[:, None] * lr[None, :] * (QK + 1.0), 0.0).to(dt)
-        z = tl.dot(S, tl.trans(k), input_precision="ieee") + beta[:, None]
-        e = gamma * (mu + tl.trans(k.to(tl.float32) - v.to(tl.float32)))
-        rstd, _, _, m_g, m_gx = inner_statistics(z, e, gamma2, eps, D)
-        x = z * rstd[None, :]
-        G = (gamma2 * x + e - m_g[None, :] - x * m_gx[None, :]) * rstd[None, :]
+        z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
+        o = tl.dot(S, tl.trans(q), acc=beta, input_precision="ieee")
+        A = (minus_c * tl.dot(k, tl.trans(q), input_precision="ieee") + minus_c).to(dt)
+        z = tl.where(alive(v), tl.trans(z), 0.0)
+        e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
+        rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
+        g = gamma2 * z * rstd[:, None] + e
+        m_g = tl.sum(g, 1) / D
+        m_gz = tl.sum(g * z, 1) / D
+        scale = lr * rstd
+        G = g * scale[:, None] - (z * (m_gz * rstd * rstd * scale)[:, None] + (m_g * scale)[:, None])
+        G = tl.trans(G.to(dt))
+        k_step = (minus_c_last * k.to(tl.float32)).to(dt)
+        o = tl.dot(G, A, acc=o, input_precision="ieee")
+        v_ahead = tl.load(v_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        ST = tl.dot(G, k_step, acc=ST, input_precision="ieee")
+        G_sum = tl.dot(G, ones, acc=G_sum, input_precision="ieee")
 
-        o -= tl.dot(G.to(dt), tl.trans(A), input_precision="ieee")
-        update = -G * (c_last * lr)[None, :]
-        ST = tl.dot(update.to(dt), k, acc=ST, input_precision="ieee")
-        beta += tl.sum(update, 1)
-
-        o_rstd = tl.rsqrt(tl.sum(o * o, 0) / D + eps)
-        y = tl.trans(gamma * o * o_rstd[None, :] + mu) + q.to(tl.float32)
-        offsets = ((token * (R * H) + row) * D)[:, None] + d[None, :]
-        tl.store(out_ptr + offsets, y.to(dt), mask=inside[:, None])
-        k, v, q = k_ahead, v_ahead, q_ahead
+        o = tl.where(alive(v_ahead), tl.trans(o), 0.0)
+        o_rstd = tl.rsqrt(tl.sum(o * o, 1) / D + eps)
+        y = gamma * o * o_rstd[:, None] + (mu + q.to(tl.float32))
+        tl.store(out_ptr + at + tile, y.to(dt), mask=(n < tl.minimum(CHUNK, T - i * CHUNK))[:, None])
+        k, v, q, lr = k_ahead, v_ahead, q_ahead, lr_ahead
 
 
 def unsupported(width: int, chunk_size: int, dtype: torch.dtype) -> str | None:
@@ -178,18 +168,14 @@ def constants(width: int, chunk_size: int) -> dict[str, int]:
     return {"D": width, "CHUNK": chunk_size, "BLOCK": max(16, chunk_size), "GROUP": group_chunks(width, chunk_size)}
 
 
-def default_config(dtype: torch.dtype, chunk_size: int) -> triton.Config:
-    """What runs untuned. 168 registers let three programs of 128 threads share a multiprocessor."""
-    if dtype == torch.float32 or chunk_size > 16:
-        return triton.Config({}, num_warps=8, num_stages=1)
-    return triton.Config({}, num_warps=4, num_stages=1, maxnreg=168)
-
-
 def configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
-    """The candidates of the forward kernel, the default first."""
-    default = default_config(dtype, chunk_size)
-    rest = [(4, 1)] if default.num_warps == 8 else [(4, 1), (4, 2), (2, 1)]
-    return [default, *(triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in rest)]
+    """The candidates of the forward kernel; the first is the default, which runs untuned.
+
+    168 registers let three programs of 128 threads share a multiprocessor. One stage: the kernel loads ahead by itself, and
+    Triton's own pipelining would give its tiles another layout.
+    """
+    options = [(8, None), (4, None)] if dtype == torch.float32 or chunk_size > 16 else [(4, 168), (4, None), (2, None)]
+    return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in options]
 
 
 def launch(
