@@ -222,9 +222,9 @@ def backward_kernel(
     tl.store(dscale_ptr + program * CHUNK + n, dc, mask=n < CHUNK)
 
 
-def configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
+def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the backward kernel; the first is the default, which runs untuned."""
-    if dtype == torch.float32 or chunk_size > 16:
+    if dtype == torch.float32 or chunk_size > 16 or width > 64:
         # without a bound ptxas compiles chunk size 64 for sm_80 with 32 registers
         options = [(8, 255), (4, 255)]
     else:
@@ -249,6 +249,8 @@ def backward(
     def fp32(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
+    # v's own layout would cost registers here, and spills
+    arguments["v_ptr"] = v.contiguous()
     dq, dk, dv = (torch.empty_like(arguments[f"{name}_ptr"]) for name in "qkv")
     dlr, dscale, dW0 = fp32(B, T, R, H), fp32(B, R, H, chunk_size), fp32(B, R, H, D, D)
     db0, dgamma, dmu = (fp32(B, R, H, D) for _ in range(3))

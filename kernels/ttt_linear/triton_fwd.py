@@ -2,7 +2,8 @@
 
 One program scans one (sample, direction, head). Its state stays in fp32 registers for the whole sequence, transposed: with
 ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the matrix
-units take as they are. q, k, v and out stay (B,T,R,H,D); a back direction counts its tokens from the end.
+units take as they are. q, k, v and out stay (B,T,R,H,D), and v may be what a projection's output was split into, with `v_rows`
+rows of D from one token to the next; a back direction counts its tokens from the end.
 
 LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. Then, with
 x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)).
@@ -31,6 +32,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
 WIDTHS = 16, 32, 64, 128
 DTYPES = torch.float32, torch.float16, torch.bfloat16
+# What the backward kernel's default config takes, by (D, BLOCK), where it is more than the 99 KiB of the smallest GPUs: fp32 alone.
+SHARED_KIB = {(64, 64): 128, (128, 16): 162, (128, 32): 200, (128, 64): 288}
 
 
 @triton.jit
@@ -62,10 +65,10 @@ def alive(x):
         return (x.to(tl.int16, bitcast=True) | 1) != 0
 
 
-@triton.jit(do_not_specialize=["T", "R", "H", "reverse", "bucket"])
+@triton.jit(do_not_specialize=["T", "R", "H", "v_rows", "reverse", "bucket"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, lr_ptr, scale_ptr, W0_ptr, b0_ptr, gamma_ptr, mu_ptr, out_ptr, states_ptr,
-    T, R, H, reverse, eps, bucket,
+    T, R, H, v_rows, reverse, eps, bucket,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """out; with KEEP the state at the start of every group of GROUP chunks but the first. `bucket` is a key for tuning."""
@@ -88,13 +91,14 @@ def forward_kernel(
     start = (b * T + first) * (R * H) + param
     q_ptr += start * D
     k_ptr += start * D
-    v_ptr += start * D
+    v_ptr += ((b * T + first) * v_rows + param) * D
     out_ptr += start * D
     lr_ptr += (b * T + first) * H + head
     tile = (step * R * H * D) * n[:, None] + d[None, :]
+    v_tile = (step * v_rows * D) * n[:, None] + d[None, :]
     inside = n < tl.minimum(CHUNK, T)
     k = tl.load(k_ptr + tile, mask=inside[:, None], other=0.0)
-    v = tl.load(v_ptr + tile, mask=inside[:, None], other=0.0)
+    v = tl.load(v_ptr + v_tile, mask=inside[:, None], other=0.0)
     q = tl.load(q_ptr + tile, mask=inside[:, None], other=0.0)
     lr = tl.load(lr_ptr + step * H * n, mask=inside, other=0.0)
     # The next chunk travels while this one is computed; its v last, for `alive`.
@@ -127,7 +131,8 @@ def forward_kernel(
         G = tl.trans(G.to(dt))
         k_step = (minus_c_last * k.to(tl.float32)).to(dt)
         o = tl.dot(G, A, acc=o, input_precision="ieee")
-        v_ahead = tl.load(v_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        v_at = tl.cast(i + 1, tl.int64) * (step * CHUNK * v_rows * D)
+        v_ahead = tl.load(v_ptr + v_at + v_tile, mask=ahead[:, None], other=0.0)
         ST = tl.dot(G, k_step, acc=ST, input_precision="ieee")
         G_sum = tl.dot(G, ones, acc=G_sum, input_precision="ieee")
 
@@ -138,8 +143,11 @@ def forward_kernel(
         k, v, q, lr = k_ahead, v_ahead, q_ahead, lr_ahead
 
 
-def unsupported(width: int, chunk_size: int, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run q of this width and dtype with this chunk size, or None where they can."""
+def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int | None = None) -> str | None:
+    """Why these kernels cannot run q of this width and dtype with this chunk size, or None where they can.
+
+    `shared_kib` is the shared memory that a program of the device may have; None does not ask.
+    """
     if width not in WIDTHS:
         return f"q's last axis D is {width}, expected one of {', '.join(map(str, WIDTHS))}"
     if chunk_size not in CHUNK_SIZES:
@@ -148,6 +156,9 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype) -> str | None:
         return f"q is {dtype}, expected one of {', '.join(map(str, DTYPES))}"
     if INTERPRETED and dtype == torch.bfloat16:
         return "q is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
+    needed = SHARED_KIB.get((width, max(16, chunk_size)), 0) if dtype == torch.float32 else 0
+    if shared_kib is not None and needed > shared_kib:
+        return f"D {width} with chunk_size {chunk_size} in fp32 needs {needed} KiB of shared memory, the device has {shared_kib}"
     return None
 
 
@@ -168,63 +179,70 @@ def constants(width: int, chunk_size: int) -> dict[str, int]:
     return {"D": width, "CHUNK": chunk_size, "BLOCK": max(16, chunk_size), "GROUP": group_chunks(width, chunk_size)}
 
 
-def configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
+def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the forward kernel; the first is the default, which runs untuned.
 
     168 registers let three programs of 128 threads share a multiprocessor. One stage: the kernel loads ahead by itself, and
     Triton's own pipelining would give its tiles another layout.
     """
-    options = [(8, None), (4, None)] if dtype == torch.float32 or chunk_size > 16 else [(4, 168), (4, None), (2, None)]
+    large = dtype == torch.float32 or chunk_size > 16 or width > 64
+    # without a bound ptxas compiles some of the large ones with 32 registers
+    options = [(8, 255), (4, 255)] if large else [(4, 168), (4, None), (2, None)]
     return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in options]
 
 
 def launch(
-    kernel, candidates: Callable[[torch.dtype, int], list[triton.Config]], programs: int, arguments: dict[str, object],
+    kernel, candidates: Callable[[torch.dtype, int, int], list[triton.Config]], programs: int, arguments: dict[str, object],
     device: torch.device, config: triton.Config | None,
 ) -> None:  # fmt: skip
-    """Run `kernel` with `config`; without one tuned per (bucket of T, constants, dtypes), or, where torch is to be deterministic,
-    with the first candidate."""
-    dtype, chunk_size = arguments["q_ptr"].dtype, arguments["CHUNK"]
+    """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
+    sizes = arguments["q_ptr"].dtype, arguments["CHUNK"], arguments["D"]
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
         if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
-            tuned(kernel, candidates, dtype, chunk_size)[(programs,)](**arguments)
+            tuned(kernel, candidates, *sizes)[(programs,)](**arguments)
             return
-        config = config or candidates(dtype, chunk_size)[0]
+        config = config or candidates(*sizes)[0]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
         kernel[(programs,)](**arguments, **options)
 
 
 @functools.cache
-def tuned(kernel, candidates, dtype: torch.dtype, chunk_size: int):
-    """The kernel with its candidates, tuned per bucket of T, constants and dtypes; the choice is kept on disk."""
-    key = ["bucket", "D", "CHUNK"]
-    prune = {"early_config_prune": _fitting}
-    return triton.autotune(candidates(dtype, chunk_size), key=key, prune_configs_by=prune, cache_results=True)(kernel)
+def tuned(kernel, candidates, dtype: torch.dtype, chunk_size: int, width: int):
+    """The kernel with its candidates, tuned per bucket of T and of the number of programs, constants and dtypes.
 
-
-def _fitting(candidates: list[triton.Config], positional: dict[str, object], **named: object) -> list[triton.Config]:
-    """The candidates whose stages of q, k and v fit the device's shared memory, beside two states; the first one always."""
-    arguments = positional | named
-    q, width, block = arguments["q_ptr"], arguments["D"], arguments["BLOCK"]
-    limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    stage, fixed = 3 * block * width * q.element_size(), 2 * (block + width) * width * q.element_size()
-    return candidates[:1] + [x for x in candidates[1:] if fixed + x.num_stages * stage <= limit]
+    A candidate that does not fit the device's shared memory or registers counts as infinitely slow. The choice is kept on disk.
+    """
+    key = ["bucket", "D", "CHUNK", "KEEP"]
+    return triton.autotune(candidates(dtype, chunk_size, width), key=key, cache_results=True)(kernel)
 
 
 def shared_arguments(
     q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
     chunk_size: int, reverse: Sequence[bool], eps: float,
 ) -> dict[str, object]:  # fmt: skip
-    """The arguments that both kernels take: contiguous q, k, v, everything else in fp32, and the sizes."""
-    _, T, R, H, D = q.shape
+    """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
+
+    `bucket` has the powers of two of T and of the number of programs: how full the device is decides between configs.
+    """
+    B, T, R, H, D = q.shape
     inputs = {"lr": lr, "scale": token_scale, "W0": W0, "b0": b0, "gamma": ln_weight, "mu": ln_bias}
     return {
-        **{f"{name}_ptr": x.contiguous() for name, x in zip("qkv", (q, k, v), strict=True)},
+        **{"q_ptr": q.contiguous(), "k_ptr": k.contiguous(), "v_ptr": v},
         **{f"{name}_ptr": x.float().contiguous() for name, x in inputs.items()},
         **{"T": T, "R": R, "H": H, "reverse": sum(flag << r for r, flag in enumerate(reverse)), "eps": eps},
-        **{"bucket": min(T, 8192).bit_length(), **constants(D, chunk_size)},
+        **{"bucket": 64 * (B * R * H).bit_length() + T.bit_length(), **constants(D, chunk_size)},
     }
+
+
+def token_rows(v: Tensor) -> int | None:
+    """Rows of D elements from one token of v (B,T,R,H,D) to the next, where it is laid out so that this says all; else None."""
+    B, T, R, H, D = v.shape
+    sizes, strides = (B, T, R, H, D), v.stride()
+    rows, rest = divmod(strides[1], D)
+    expected = (T * rows * D, rows * D, H * D, D, 1)
+    same = all(size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, expected, strict=True))
+    return rows if same and not rest and rows >= R * H else None
 
 
 def forward(
@@ -244,8 +262,10 @@ def forward(
         out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each.
     """
     arguments = shared_arguments(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
+    if (rows := token_rows(v)) is None:
+        rows, arguments["v_ptr"] = v.shape[2] * v.shape[3], v.contiguous()
     states = q.new_empty(states_shape(q.shape, chunk_size, keep_states), dtype=torch.float32)
     out = torch.empty_like(arguments["q_ptr"])
-    arguments |= {"out_ptr": out, "states_ptr": states, "KEEP": keep_states}
+    arguments |= {"out_ptr": out, "states_ptr": states, "v_rows": rows, "KEEP": keep_states}
     launch(forward_kernel, configs, len(states), arguments, q.device, config)
     return out, states
