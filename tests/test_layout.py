@@ -87,16 +87,14 @@ def test_model_code_needs_torch_numpy_and_timm_alone(package):
         path = ROOT / name
         for module in imported(path, ".".join(path.relative_to(ROOT).parent.parts)):
             top = module.split(".")[0]
-            optional = {"fla"} if name == "kernels/tools/peers.py" else set()
-            assert top in LIGHT_IMPORTS | optional | {"repro", "kernels"} or top in sys.stdlib_module_names, f"{name} imports {module}"
+            assert top in LIGHT_IMPORTS | {"repro", "kernels"} or top in sys.stdlib_module_names, f"{name} imports {module}"
 
 
 def test_triton_is_imported_by_triton_files_and_their_tools_alone():
-    """Whoever uses the op without Triton never loads it; flash-linear-attention is the benchmark's peer and nothing else's."""
+    """Whoever uses the op without Triton never loads it."""
     users = {path.relative_to(ROOT).as_posix() for p in ("kernels", "repro", "stages") for path in sources(p)}
     by = {name: {m.split(".")[0] for m in imported(ROOT / name, ".".join(Path(name).parent.parts))} for name in users}
     assert all(Path(name).name.startswith("triton_") or "/tools/" in name for name in users if "triton" in by[name])
-    assert {name for name in users if "fla" in by[name]} == {"kernels/tools/peers.py"}
 
 
 def test_only_the_mixer_reaches_the_kernels_from_the_models():

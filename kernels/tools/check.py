@@ -8,14 +8,14 @@ Shape letters: B samples, T tokens, R directions, H heads, D head width.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .. import ttt_linear, ttt_linear_bidir
+from .. import selected_backend, ttt_linear, ttt_linear_bidir
 from ..ttt_linear import triton_bwd, triton_fwd
 from ..ttt_linear.reference import ttt_linear_dual
 from . import peers
@@ -133,13 +133,7 @@ def compare(
         errors = relative_errors(got, want)
         worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
     limits = {name: limit(name, DTYPES[dtype], tokens) for name in worst}
-    return {
-        **_row(what, tokens, heads, dtype, width, chunk_size, config or backward_config),
-        "errors": {name: error for name, error in worst.items() if error < float("inf")},
-        "not_finite": [name for name, error in worst.items() if error == float("inf")],
-        "limits": limits,
-        "passed": all(worst[name] < limits[name] for name in worst),
-    }
+    return _row(what, tokens, heads, dtype, width, chunk_size, config or backward_config) | _judged(worst, limits)
 
 
 def repeated(tokens: int, heads: int, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
@@ -183,19 +177,13 @@ def peer(kind: str, device: Any, tokens: int = 250, heads: int = 3) -> dict[str,
         out = function(*leaves[:3], per_token, *leaves[4:])
         results.append(dict(zip(("out", *INPUTS), (out, *torch.autograd.grad(out, leaves, dout)), strict=True)))
     ours, theirs = results
-    errors = relative_errors(theirs, ours)
-    limits = dict.fromkeys(errors, PEER_LIMIT)
-    return row | {
-        "errors": {name: error for name, error in errors.items() if error < float("inf")},
-        "not_finite": [name for name, error in errors.items() if error == float("inf")],
-        "limits": limits,
-        "passed": all(errors[name] < limits[name] for name in errors),
-    }
+    return row | _judged(relative_errors(theirs, ours), dict.fromkeys(ours, PEER_LIMIT))
 
 
-def describe(config: triton.Config) -> dict[str, int | None]:
-    """A config as it stands in a result."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+def describe(config: triton.Config) -> dict[str, int]:
+    """A config as it stands in a result; without maxnreg the compiler is free."""
+    chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def _row(what, tokens, heads, dtype, width, chunk_size, config) -> dict[str, Any]:
@@ -204,31 +192,69 @@ def _row(what, tokens, heads, dtype, width, chunk_size, config) -> dict[str, Any
 
 
 def rows(device: Any) -> Iterator[dict[str, Any]]:
-    """Every check that this device can run, one row each, as they are done. A row that fails has `passed` False."""
+    """Every check that this device can run, one row each, as they are done.
+
+    A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
+    """
+    for what, check, arguments, options in _plan(device):
+        try:
+            yield check(*arguments, **options)
+        except Exception as error:  # one that breaks must neither hide the others nor lose the record
+            yield {"check": what, **failure(error), "passed": False}
+    case.cache_clear()
+
+
+def _plan(device: Any) -> Iterator[tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]]:
+    """What to call: the name of a row that breaks off, the function, its arguments and options."""
     interpreted = triton_fwd.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
+
+    def compared(what: str, tokens: int, heads: int, dtype: str, **options: Any):
+        return f"{what}, T {tokens}, heads {heads}, {dtype}", compare, (what, tokens, heads, dtype), {"device": device, **options}
+
+    def twice(dtype: str, *configs: triton.Config | None):
+        return f"two runs, {dtype}", repeated, (197, 3, dtype, device, *configs), {}
+
     for tokens in LENGTHS:
         for heads in HEADS:
             for dtype in dtypes:
-                yield compare("default config, memory filled with NaN", tokens, heads, dtype, device=device)
+                yield compared("default config, memory filled with NaN", tokens, heads, dtype)
     for chunk_size in triton_fwd.CHUNK_SIZES:
-        yield compare("chunk size", 81, 1, dtypes[-1], chunk_size=chunk_size, device=device)
+        for dtype in dtypes:
+            if selected_backend("auto", device, chunk_size=chunk_size, dtype=DTYPES[dtype]) == "triton" or interpreted:
+                yield compared("chunk size", 81, 1, dtype, chunk_size=chunk_size, seeds=[0])
     for width in triton_fwd.WIDTHS:
-        yield compare("head width", 81, 1, dtypes[-1], width=width, device=device)
-    yield repeated(197, 3, dtypes[-1], device)
+        for dtype in dtypes:
+            if selected_backend("auto", device, head_dim=width, dtype=DTYPES[dtype]) == "triton" or interpreted:
+                yield compared("head width", 81, 1, dtype, width=width, seeds=[0])
+    yield twice(dtypes[-1])
     if interpreted:
         return
     for dtype in dtypes:
         for config in triton_fwd.configs(DTYPES[dtype], 16):
-            yield compare("a config of the forward kernel", 197, 3, dtype, seeds=[0], device=device, config=config)
-            yield repeated(197, 3, dtype, device, config, None)
+            yield compared("a config of the forward kernel", 197, 3, dtype, seeds=[0], config=config)
+            yield twice(dtype, config, None)
         for config in triton_bwd.configs(DTYPES[dtype], 16):
-            yield compare("a config of the backward kernel", 197, 3, dtype, seeds=[0], device=device, backward_config=config)
-            yield repeated(197, 3, dtype, device, None, config)
-        yield compare("tuned", 197, 3, dtype, seeds=[0], device=device, poisoned=False)
+            yield compared("a config of the backward kernel", 197, 3, dtype, seeds=[0], backward_config=config)
+            yield twice(dtype, None, config)
+        yield compared("tuned", 197, 3, dtype, seeds=[0], poisoned=False)
     for tokens in LONG:
         for dtype in ("fp32", "bf16"):
-            yield compare("long, gradients finite", tokens, 3, dtype, seeds=[0], device=device)
-    yield compiled_op(device)
+            yield compared("long, gradients finite", tokens, 3, dtype, seeds=[0])
+    yield "torch.compile(fullgraph=True)", compiled_op, (device,), {}
     for kind in peers.KINDS:
-        yield peer(kind, device)
+        yield f"flash-linear-attention's {kind}_ttt_linear", peer, (kind, device), {}
+
+
+def _judged(errors: dict[str, float], limits: dict[str, float]) -> dict[str, Any]:
+    return {
+        "errors": {name: error for name, error in errors.items() if error < float("inf")},
+        "not_finite": [name for name, error in errors.items() if error == float("inf")],
+        "limits": limits,
+        "passed": all(errors[name] < limits[name] for name in errors),
+    }
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """The reason of a row that broke off, in one line."""
+    return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}

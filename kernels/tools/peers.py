@@ -10,9 +10,12 @@ the disk is left out and `forget_tuning` makes it tune again, so that each shape
 Shape letters: B samples, T tokens, H heads, D head width.
 """
 
+import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +29,27 @@ PACKAGE = "fla"
 def installed() -> bool:
     """Whether the package can be imported."""
     return importlib.util.find_spec(PACKAGE) is not None
+
+
+def version() -> str | None:
+    """Its version, where it is a distribution: of fla-core, which holds the kernels."""
+    try:
+        return importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import(name: str) -> ModuleType:
+    """A module of the package, whose tuning keeps off the disk: it reads that wish when it is first imported.
+
+    Raises:
+        ImportError: not installed. RuntimeError: something imported it before, with the disk.
+    """
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    module = importlib.import_module(f"{PACKAGE}.{name}")
+    if importlib.import_module(f"{PACKAGE}.utils.env").FLA_CACHE_RESULTS:
+        raise RuntimeError("fla was imported with FLA_CACHE_RESULTS on: its kernels would keep an earlier size's tuning")
+    return module
 
 
 def arguments(
@@ -50,19 +74,14 @@ def arguments(
 
 def public(kind: str) -> Callable[..., Tensor]:
     """Its function as its users call it, for timing: of `arguments`."""
-    os.environ.setdefault("FLA_CACHE_RESULTS", "0")  # read when the package is imported
-    from fla.ops.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
-
-    function = {"chunk": chunk_ttt_linear, "fused_chunk": fused_chunk_ttt_linear}[kind]
+    function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
     return lambda **given: function(**given, output_final_state=False)[0]
 
 
 def forget_tuning() -> None:
     """Make the kernels tune anew at their next call."""
-    from fla.ops.ttt import chunk, fused_chunk
-
-    for module in (chunk, fused_chunk):
-        for kernel in vars(module).values():
+    for kind in KINDS:
+        for kernel in vars(_import(f"ops.ttt.{kind}")).values():
             while kernel is not None and not isinstance(kernel, Autotuner):
                 kernel = getattr(kernel, "fn", None)
             if kernel is not None:
@@ -70,32 +89,30 @@ def forget_tuning() -> None:
 
 
 def both_directions(kind: str) -> Callable[..., Tensor]:
-    """A function of `ttt_linear_bidir`'s tensors: both directions scan forth, as 2·H heads of one call."""
+    """A function of `ttt_linear_bidir`'s tensors, tuned anew: both directions scan forth, as 2·H heads of one call."""
+    forget_tuning()
+    function = public(kind)
 
     def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, *shared: Tensor, chunk_size: int) -> Tensor:
+        H = q.shape[3]
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
         given = arguments(q, k, v, lr.repeat(1, 1, 2), token_scale[0], *(x.flatten(0, 1) for x in shared), chunk_size=chunk_size)
-        return public(kind)(**given)
+        return function(**given).unflatten(2, (2, H))
 
     return run
 
 
 def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tensor:
     """What `kernels.ttt_linear` returns for these inputs (nine tensors, one direction), where lr is constant in each chunk."""
-    from fla.modules.layernorm import group_norm
-
     given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
     q, weight, bias = given["q"], given["w"], given["b"]
-    if kind == "chunk":
-        from fla.ops.ttt.chunk import ChunkTTTLinearFunction as Function
-
-        more: tuple[None, ...] = (None, None)
-    else:
-        from fla.ops.ttt.fused_chunk import FusedChunkTTTLinearFunction as Function
-
-        more = (None,)
+    module = _import(f"ops.ttt.{kind}")
+    # the last ones are for sequences of different lengths
+    function, more = (module.ChunkTTTLinearFunction, 2) if kind == "chunk" else (module.FusedChunkTTTLinearFunction, 1)
     state = given["initial_state"], given["initial_state_bias"]
-    O = Function.apply(q, given["k"], given["v"], weight, bias, chunk_size, given["eta"], given["scale"], eps, *state, False, *more)[0]
+    scan = weight, bias, chunk_size, given["eta"], given["scale"], eps, *state, False
+    O = function.apply(q, given["k"], given["v"], *scan, *[None] * more)[0]
     B, T, H, D = O.shape
+    group_norm = _import("modules.layernorm").group_norm
     y = group_norm(O.reshape(B, T, H * D), weight=weight.reshape(-1), bias=bias.reshape(-1), eps=eps, num_groups=H)
     return q + y.reshape(B, T, H, D)

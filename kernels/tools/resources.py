@@ -11,7 +11,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,16 +24,20 @@ from .check import DTYPES, describe
 TARGETS = 80, 89, 90
 WIDTH = 64
 INSTRUCTIONS = "HMMA", "HGMMA", "LDL", "STL", "BAR"
-KERNELS = {"ttt_linear_forward": triton_fwd, "ttt_linear_backward": triton_bwd}
+KERNELS = {
+    "ttt_linear_forward": (triton_fwd, {"KEEP": False}),
+    "ttt_linear_forward_keeping_states": (triton_fwd, {"KEEP": True}),
+    "ttt_linear_backward": (triton_bwd, {}),
+}
 # pointers to tensors of q's dtype; all others are fp32
-_OPERANDS = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "dO", "squares")}
+_OPERANDS = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "tiles", "squares")}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def source_hash() -> str:
     """SHA-256 over the sources of the kernels, in a fixed order."""
     digest = hashlib.sha256()
-    for module in KERNELS.values():
+    for module in (triton_fwd, triton_bwd):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
 
@@ -47,7 +50,7 @@ def rows() -> Iterator[dict[str, Any]]:
     Instructions are those in the code, counted once whether or not they stand in a loop; `loops` has, for each loop from the
     first to the last in the code, its length in instructions and how many barriers and shuffles are among them.
     """
-    for name, module in KERNELS.items():
+    for name, (module, _) in KERNELS.items():
         for chunk_size in triton_fwd.CHUNK_SIZES:
             for dtype in DTYPES:
                 for i, config in enumerate(module.configs(DTYPES[dtype], chunk_size)):
@@ -58,24 +61,26 @@ def rows() -> Iterator[dict[str, Any]]:
                             "default": i == 0,
                             "dtype": dtype,
                             "target": f"sm_{target}",
-                            **compiled(module, DTYPES[dtype], chunk_size, config, target),
+                            **compiled(name, DTYPES[dtype], chunk_size, config, target),
                         }
 
 
-def compiled(module: ModuleType, dtype: torch.dtype, chunk_size: int, config: triton.Config, target: int) -> dict[str, Any]:
-    """Compile the module's kernel as it is launched for sm_`target`, and read its binary: the last five keys of a row."""
+def compiled(
+    name: str, dtype: torch.dtype, chunk_size: int, config: triton.Config, target: int, width: int = WIDTH
+) -> dict[str, Any]:
+    """Compile one of `KERNELS` as it is launched for sm_`target`, and read its binary: the last five keys of a row."""
+    module, own = KERNELS[name]
     kernel = module.forward_kernel if module is triton_fwd else module.backward_kernel
-    constants = triton_fwd.constants(WIDTH, chunk_size) | ({"KEEP": True} if module is triton_fwd else {})
-    types = {"eps": "fp32"} | {name: "i32" for name in ("T", "R", "H", "reverse", "bucket")}
-    for name in kernel.arg_names:
-        if name.endswith("_ptr"):
-            types[name] = "*" + (next(k for k, v in DTYPES.items() if v == dtype) if name in _OPERANDS else "fp32")
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
-    options = {name: value for name, value in describe(config).items() if value is not None}
+    constants = triton_fwd.constants(width, chunk_size) | own
+    types = {"eps": "fp32"} | {argument: "i32" for argument in ("T", "R", "H", "v_rows", "reverse", "bucket")}
+    pointers = [argument for argument in kernel.arg_names if argument.endswith("_ptr")]
+    operand = next(spelt for spelt, known in DTYPES.items() if known == dtype)
+    types |= {pointer: "*" + (operand if pointer in _OPERANDS else "fp32") for pointer in pointers}
+    signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
+    places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
+    aligned = {(kernel.arg_names.index(pointer),): [["tt.divisibility", 16]] for pointer in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=describe(config))
     return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
 
 

@@ -136,10 +136,13 @@ def _triton_obstacle(device: torch.device, head_dim: int, chunk_size: int, dtype
 
     if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
         return f"q is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
+    shared_kib = None
     if device.type == "cuda" and torch.cuda.is_available():  # a fake tensor's GPU need not exist
-        if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
-            return f"q is on {torch.cuda.get_device_name(device)}, expected an NVIDIA GPU from sm_80 on"
-    return triton_fwd.unsupported(head_dim, chunk_size, dtype)
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip is not None or (properties.major, properties.minor) < (8, 0):
+            return f"q is on {properties.name}, expected an NVIDIA GPU from sm_80 on"
+        shared_kib = properties.shared_memory_per_block_optin // 1024
+    return triton_fwd.unsupported(head_dim, chunk_size, dtype, shared_kib)
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:

@@ -2,11 +2,18 @@
 
 One program scans one (sample, direction, head). Its state stays in fp32 registers for the whole sequence, transposed: with
 ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the matrix
-units take as they are. q, k, v and out stay (B,T,R,H,D); a back direction counts its tokens from the end.
+units take as they are. q, k, v and out stay (B,T,R,H,D), and v may be what a projection's output was split into, with `v_rows`
+rows of D from one token to the next; a back direction counts its tokens from the end.
 
-LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. All that
-LayerNorm and its backward need are then five sums over one column of Z, taken in one exchange between warps: with
+LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. Then, with
 x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)).
+
+All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a token
+(D = 64, two bytes an element), so that a sum over D takes three shuffles and no exchange between warps. Z and O pass once
+through shared memory for it. Triton would rather keep such values in the layout of the product they come from; `alive` says how
+it is told. A value a column of which is constant, as the bias β, is kept (D,n) as an accumulator, with every column the same:
+a product with ones sums over the tokens without a shuffle. Only full chunks change a state that is still used, so that the
+state's step is always the last c; lr is part of G wherever G is an operand, and A is without it.
 
 A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and so no share in any sum.
 Shape letters: B batch, T tokens, R directions, H heads, D head width.
@@ -25,35 +32,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
 WIDTHS = 16, 32, 64, 128
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
-
-
-@triton.jit
-def column_sums3(a0, a1, a2):
-    """Three sums over axis 0 in one exchange between warps. The interpreter is fast for plain sums only."""
-    if _INTERPRETED:
-        return tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0)
-    else:
-        return tl.reduce((a0, a1, a2), 0, _add3)
-
-
-@triton.jit
-def column_sums5(a0, a1, a2, a3, a4):
-    """Five sums over axis 0, as `column_sums3`."""
-    if _INTERPRETED:
-        return tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0), tl.sum(a4, 0)
-    else:
-        return tl.reduce((a0, a1, a2, a3, a4), 0, _add5)
+# What the backward kernel's default config takes, by (D, BLOCK), where it is more than the 99 KiB of the smallest GPUs: fp32 alone.
+SHARED_KIB = {(64, 64): 128, (128, 16): 162, (128, 32): 200, (128, 64): 288}
 
 
 @triton.jit
@@ -75,81 +55,99 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
 
 
 @triton.jit
-def inner_statistics(z, e, gamma2, eps, D: tl.constexpr):
-    """Per column of z (D,n): rstd and the means of γ² x, γ² x², g and g x."""
-    gz = gamma2 * z
-    zz_sum, gz_sum, gzz_sum, e_sum, ez_sum = column_sums5(z * z, gz, gz * z, e, e * z)
-    rstd = tl.rsqrt(zz_sum / D + eps)
-    m_x, m_xx = gz_sum * rstd / D, gzz_sum * rstd * rstd / D
-    return rstd, m_x, m_xx, m_x + e_sum / D, m_xx + ez_sum * rstd / D
+def alive(x):
+    """All true, for x (n,D) as loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it; but Triton cannot see that, and
+    gives y the layout of x where x, or what x will be in the next turn of the loop, is loaded below the product that y comes from.
+    """
+    if x.dtype == tl.float32:
+        return (x.to(tl.int32, bitcast=True) | 1) != 0
+    else:
+        return (x.to(tl.int16, bitcast=True) | 1) != 0
 
 
-@triton.jit(do_not_specialize=["T", "R", "H", "reverse", "bucket"])
+@triton.jit(do_not_specialize=["T", "R", "H", "v_rows", "reverse", "bucket"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, lr_ptr, scale_ptr, W0_ptr, b0_ptr, gamma_ptr, mu_ptr, out_ptr, states_ptr,
-    T, R, H, reverse, eps, bucket,
+    T, R, H, v_rows, reverse, eps, bucket,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """out; with KEEP the state at the start of every group of GROUP chunks but the first. `bucket` is a key for tuning."""
     head, r, b, first, step = place(T, R, H, reverse)
-    row, param, chunks = (b * T * R + r) * H + head, r * H + head, tl.cdiv(T, CHUNK)
+    param, chunks = r * H + head, tl.cdiv(T, CHUNK)
     d, n = tl.arange(0, D), tl.arange(0, BLOCK)
     dt: tl.constexpr = q_ptr.dtype.element_ty
-    gamma = tl.load(gamma_ptr + param * D + d)[:, None]
-    mu = tl.load(mu_ptr + param * D + d)[:, None]
+    gamma = tl.load(gamma_ptr + param * D + d)[None, :]
+    mu = tl.load(mu_ptr + param * D + d)[None, :]
     gamma2 = gamma * gamma
     c = tl.load(scale_ptr + r * CHUNK + n, mask=n < CHUNK, other=0.0)
-    causal = n[:, None] >= n[None, :]
-    ST, beta = start_state(W0_ptr + param * D * D, b0_ptr + param * D, D)
+    minus_c = tl.where(n[:, None] <= n[None, :], -c[None, :], 0.0)
+    minus_c_last = -tl.load(scale_ptr + r * CHUNK + CHUNK - 1)
+    ST, beta0 = start_state(W0_ptr + param * D * D, b0_ptr + param * D, D)
+    beta0 = beta0[:, None]
+    G_sum = tl.zeros((D, BLOCK), tl.float32)
+    ones = tl.full((BLOCK, BLOCK), 1.0, dt)
     states_ptr += tl.program_id(0).to(tl.int64) * (((chunks + GROUP - 1) // GROUP - 1) * (D + 1) * D)
 
-    inside = (n < T) & (n < CHUNK)
-    offsets = (((first + step * n).to(tl.int64) * (R * H) + row) * D)[:, None] + d[None, :]
-    k = tl.load(k_ptr + offsets, mask=inside[:, None], other=0.0)
-    v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
-    q = tl.load(q_ptr + offsets, mask=inside[:, None], other=0.0)
+    start = (b * T + first) * (R * H) + param
+    q_ptr += start * D
+    k_ptr += start * D
+    v_ptr += ((b * T + first) * v_rows + param) * D
+    out_ptr += start * D
+    lr_ptr += (b * T + first) * H + head
+    tile = (step * R * H * D) * n[:, None] + d[None, :]
+    v_tile = (step * v_rows * D) * n[:, None] + d[None, :]
+    inside = n < tl.minimum(CHUNK, T)
+    k = tl.load(k_ptr + tile, mask=inside[:, None], other=0.0)
+    v = tl.load(v_ptr + v_tile, mask=inside[:, None], other=0.0)
+    q = tl.load(q_ptr + tile, mask=inside[:, None], other=0.0)
+    lr = tl.load(lr_ptr + step * H * n, mask=inside, other=0.0)
+    # The next chunk travels while this one is computed; its v last, for `alive`.
     for i in tl.range(0, chunks, disable_licm=True):
+        beta = beta0 + minus_c_last * G_sum
         if KEEP:
             if (i > 0) & (i % GROUP == 0):
                 tl.store(states_ptr + d[None, :] * D + d[:, None], ST)
-                tl.store(states_ptr + D * D + d, beta)
+                tl.store(states_ptr + D * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
                 states_ptr += (D + 1) * D
-        start = i * CHUNK
-        inside = (start + n < T) & (n < CHUNK)
-        token = (first + step * (start + n)).to(tl.int64)
-        lr = tl.load(lr_ptr + (b * T + token) * H + head, mask=inside, other=0.0)
-        c_last = tl.load(scale_ptr + r * CHUNK + tl.minimum(CHUNK, T - start) - 1)
-        # The next chunk travels while this one is computed.
-        ahead = (start + CHUNK + n < T) & (n < CHUNK)
-        offsets_ahead = (((first + step * (start + CHUNK + n)).to(tl.int64) * (R * H) + row) * D)[:, None] + d[None, :]
-        k_ahead = tl.load(k_ptr + offsets_ahead, mask=ahead[:, None], other=0.0)
-        v_ahead = tl.load(v_ptr + offsets_ahead, mask=ahead[:, None], other=0.0)
-        q_ahead = tl.load(q_ptr + offsets_ahead, mask=ahead[:, None], other=0.0)
+        ahead = n < tl.minimum(CHUNK, T - i * CHUNK - CHUNK)
+        at = tl.cast(i, tl.int64) * (step * CHUNK * R * H * D)
+        at_ahead = at + step * CHUNK * R * H * D
+        k_ahead = tl.load(k_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        q_ahead = tl.load(q_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        lr_ahead = tl.load(lr_ptr + (i + 1) * (step * CHUNK * H) + step * H * n, mask=ahead, other=0.0)
 
         S = ST.to(dt)
-        o = tl.dot(S, tl.trans(q), input_precision="ieee") + beta[:, None]
-        QK = tl.dot(q, tl.trans(k), input_precision="ieee")
-        A = tl.where(causal, c[:, None] * lr[None, :] * (QK + 1.0), 0.0).to(dt)
-        z = tl.dot(S, tl.trans(k), input_precision="ieee") + beta[:, None]
-        e = gamma * (mu + tl.trans(k.to(tl.float32) - v.to(tl.float32)))
-        rstd, _, _, m_g, m_gx = inner_statistics(z, e, gamma2, eps, D)
-        x = z * rstd[None, :]
-        G = (gamma2 * x + e - m_g[None, :] - x * m_gx[None, :]) * rstd[None, :]
+        z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
+        o = tl.dot(S, tl.trans(q), acc=beta, input_precision="ieee")
+        A = (minus_c * tl.dot(k, tl.trans(q), input_precision="ieee") + minus_c).to(dt)
+        z = tl.where(alive(v), tl.trans(z), 0.0)
+        e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
+        rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
+        g = gamma2 * z * rstd[:, None] + e
+        m_g = tl.sum(g, 1) / D
+        m_gz = tl.sum(g * z, 1) / D
+        scale = lr * rstd
+        G = g * scale[:, None] - (z * (m_gz * rstd * rstd * scale)[:, None] + (m_g * scale)[:, None])
+        G = tl.trans(G.to(dt))
+        k_step = (minus_c_last * k.to(tl.float32)).to(dt)
+        o = tl.dot(G, A, acc=o, input_precision="ieee")
+        v_at = tl.cast(i + 1, tl.int64) * (step * CHUNK * v_rows * D)
+        v_ahead = tl.load(v_ptr + v_at + v_tile, mask=ahead[:, None], other=0.0)
+        ST = tl.dot(G, k_step, acc=ST, input_precision="ieee")
+        G_sum = tl.dot(G, ones, acc=G_sum, input_precision="ieee")
 
-        o -= tl.dot(G.to(dt), tl.trans(A), input_precision="ieee")
-        update = -G * (c_last * lr)[None, :]
-        ST = tl.dot(update.to(dt), k, acc=ST, input_precision="ieee")
-        beta += tl.sum(update, 1)
-
-        o_rstd = tl.rsqrt(tl.sum(o * o, 0) / D + eps)
-        y = tl.trans(gamma * o * o_rstd[None, :] + mu) + q.to(tl.float32)
-        offsets = ((token * (R * H) + row) * D)[:, None] + d[None, :]
-        tl.store(out_ptr + offsets, y.to(dt), mask=inside[:, None])
-        k, v, q = k_ahead, v_ahead, q_ahead
+        o = tl.where(alive(v_ahead), tl.trans(o), 0.0)
+        o_rstd = tl.rsqrt(tl.sum(o * o, 1) / D + eps)
+        y = gamma * o * o_rstd[:, None] + (mu + q.to(tl.float32))
+        tl.store(out_ptr + at + tile, y.to(dt), mask=(n < tl.minimum(CHUNK, T - i * CHUNK))[:, None])
+        k, v, q, lr = k_ahead, v_ahead, q_ahead, lr_ahead
 
 
-def unsupported(width: int, chunk_size: int, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run q of this width and dtype with this chunk size, or None where they can."""
+def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int | None = None) -> str | None:
+    """Why these kernels cannot run q of this width and dtype with this chunk size, or None where they can.
+
+    `shared_kib` is the shared memory that a program of the device may have; None does not ask.
+    """
     if width not in WIDTHS:
         return f"q's last axis D is {width}, expected one of {', '.join(map(str, WIDTHS))}"
     if chunk_size not in CHUNK_SIZES:
@@ -158,6 +156,9 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype) -> str | None:
         return f"q is {dtype}, expected one of {', '.join(map(str, DTYPES))}"
     if INTERPRETED and dtype == torch.bfloat16:
         return "q is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
+    needed = SHARED_KIB.get((width, max(16, chunk_size)), 0) if dtype == torch.float32 else 0
+    if shared_kib is not None and needed > shared_kib:
+        return f"D {width} with chunk_size {chunk_size} in fp32 needs {needed} KiB of shared memory, the device has {shared_kib}"
     return None
 
 
@@ -178,67 +179,70 @@ def constants(width: int, chunk_size: int) -> dict[str, int]:
     return {"D": width, "CHUNK": chunk_size, "BLOCK": max(16, chunk_size), "GROUP": group_chunks(width, chunk_size)}
 
 
-def default_config(dtype: torch.dtype, chunk_size: int) -> triton.Config:
-    """What runs untuned. 168 registers let three programs of 128 threads share a multiprocessor."""
-    if dtype == torch.float32 or chunk_size > 16:
-        return triton.Config({}, num_warps=8, num_stages=1)
-    return triton.Config({}, num_warps=4, num_stages=1, maxnreg=168)
+def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
+    """The candidates of the forward kernel; the first is the default, which runs untuned.
 
-
-def configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
-    """The candidates of the forward kernel, the default first."""
-    default = default_config(dtype, chunk_size)
-    rest = [(4, 1)] if default.num_warps == 8 else [(4, 1), (4, 2), (2, 1)]
-    return [default, *(triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in rest)]
+    168 registers let three programs of 128 threads share a multiprocessor. One stage: the kernel loads ahead by itself, and
+    Triton's own pipelining would give its tiles another layout.
+    """
+    large = dtype == torch.float32 or chunk_size > 16 or width > 64
+    # without a bound ptxas compiles some of the large ones with 32 registers
+    options = [(8, 255), (4, 255)] if large else [(4, 168), (4, None), (2, None)]
+    return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in options]
 
 
 def launch(
-    kernel, candidates: Callable[[torch.dtype, int], list[triton.Config]], programs: int, arguments: dict[str, object],
+    kernel, candidates: Callable[[torch.dtype, int, int], list[triton.Config]], programs: int, arguments: dict[str, object],
     device: torch.device, config: triton.Config | None,
 ) -> None:  # fmt: skip
-    """Run `kernel` with `config`; without one tuned per (bucket of T, constants, dtypes), or, where torch is to be deterministic,
-    with the first candidate."""
-    dtype, chunk_size = arguments["q_ptr"].dtype, arguments["CHUNK"]
+    """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
+    sizes = arguments["q_ptr"].dtype, arguments["CHUNK"], arguments["D"]
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
         if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
-            tuned(kernel, candidates, dtype, chunk_size)[(programs,)](**arguments)
+            tuned(kernel, candidates, *sizes)[(programs,)](**arguments)
             return
-        config = config or candidates(dtype, chunk_size)[0]
+        config = config or candidates(*sizes)[0]
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
         kernel[(programs,)](**arguments, **options)
 
 
 @functools.cache
-def tuned(kernel, candidates, dtype: torch.dtype, chunk_size: int):
-    """The kernel with its candidates, tuned per bucket of T, constants and dtypes; the choice is kept on disk."""
-    key = ["bucket", "D", "CHUNK"]
-    prune = {"early_config_prune": _fitting}
-    return triton.autotune(candidates(dtype, chunk_size), key=key, prune_configs_by=prune, cache_results=True)(kernel)
+def tuned(kernel, candidates, dtype: torch.dtype, chunk_size: int, width: int):
+    """The kernel with its candidates, tuned per bucket of T and of the number of programs, constants and dtypes.
 
-
-def _fitting(candidates: list[triton.Config], positional: dict[str, object], **named: object) -> list[triton.Config]:
-    """The candidates whose stages of q, k and v fit the device's shared memory, beside two states; the first one always."""
-    arguments = positional | named
-    q, width, block = arguments["q_ptr"], arguments["D"], arguments["BLOCK"]
-    limit = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    stage, fixed = 3 * block * width * q.element_size(), 2 * (block + width) * width * q.element_size()
-    return candidates[:1] + [x for x in candidates[1:] if fixed + x.num_stages * stage <= limit]
+    A candidate that does not fit the device's shared memory or registers counts as infinitely slow. The choice is kept on disk.
+    """
+    key = ["bucket", "D", "CHUNK", "KEEP"]
+    return triton.autotune(candidates(dtype, chunk_size, width), key=key, cache_results=True)(kernel)
 
 
 def shared_arguments(
     q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
     chunk_size: int, reverse: Sequence[bool], eps: float,
 ) -> dict[str, object]:  # fmt: skip
-    """The arguments that both kernels take: contiguous q, k, v, everything else in fp32, and the sizes."""
-    _, T, R, H, D = q.shape
+    """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
+
+    `bucket` has the powers of two of T and of the number of programs: how full the device is decides between configs.
+    """
+    B, T, R, H, D = q.shape
     inputs = {"lr": lr, "scale": token_scale, "W0": W0, "b0": b0, "gamma": ln_weight, "mu": ln_bias}
     return {
-        **{f"{name}_ptr": x.contiguous() for name, x in zip("qkv", (q, k, v), strict=True)},
+        **{"q_ptr": q.contiguous(), "k_ptr": k.contiguous(), "v_ptr": v},
         **{f"{name}_ptr": x.float().contiguous() for name, x in inputs.items()},
         **{"T": T, "R": R, "H": H, "reverse": sum(flag << r for r, flag in enumerate(reverse)), "eps": eps},
-        **{"bucket": min(T, 8192).bit_length(), **constants(D, chunk_size)},
+        **{"bucket": 64 * (B * R * H).bit_length() + T.bit_length(), **constants(D, chunk_size)},
     }
+
+
+def token_rows(v: Tensor) -> int | None:
+    """Rows of D elements from one token of v (B,T,R,H,D) to the next, where it is laid out so that this says all; else None."""
+    B, T, R, H, D = v.shape
+    sizes, strides = (B, T, R, H, D), v.stride()
+    rows, rest = divmod(strides[1], D)
+    expected = (T * rows * D, rows * D, H * D, D, 1)
+    same = all(size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, expected, strict=True))
+    return rows if same and not rest and rows >= R * H else None
 
 
 def forward(
@@ -258,8 +262,10 @@ def forward(
         out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each.
     """
     arguments = shared_arguments(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
+    if (rows := token_rows(v)) is None:
+        rows, arguments["v_ptr"] = v.shape[2] * v.shape[3], v.contiguous()
     states = q.new_empty(states_shape(q.shape, chunk_size, keep_states), dtype=torch.float32)
     out = torch.empty_like(arguments["q_ptr"])
-    arguments |= {"out_ptr": out, "states_ptr": states, "KEEP": keep_states}
+    arguments |= {"out_ptr": out, "states_ptr": states, "v_rows": rows, "KEEP": keep_states}
     launch(forward_kernel, configs, len(states), arguments, q.device, config)
     return out, states

@@ -1,10 +1,9 @@
 """The Triton kernels against the fp64 reference and its autograd on the same rounded inputs: the matrix, and what surrounds it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from kernels import ttt_linear, ttt_linear_bidir
 from kernels.tools import check
 from kernels.ttt_linear import triton_bwd, triton_fwd
 
@@ -57,22 +56,46 @@ def test_repeat_runs_are_bitwise_equal(dtype):
     assert check.repeated(150, 1, dtype, "cpu")["passed"]
 
 
-@pytest.mark.parametrize(("shared_memory", "tried"), [(2**20, 4), (2**10, 1)])
-def test_tuning_tries_what_fits_once_per_bucket(monkeypatch, shared_memory, tried):
-    """The tuner as it runs on a GPU, but for its clock: the device's shared memory prunes, the bucket of T is the key."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    kernel = triton_fwd.tuned.__wrapped__(triton_fwd.forward_kernel, triton_fwd.configs, torch.float16, 16)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministic):
+    """The launch as on a GPU, but for the tuner's clock; in torch's deterministic mode nothing is tried."""
+    kernels = {triton_fwd: triton_fwd.forward_kernel, triton_bwd: triton_bwd.backward_kernel}
+    inputs = {(B, T): check.draw(0, B, T, 2, 1) for B, T in ((1, 20), (1, 21), (1, 40), (4, 20))}
+    want = {sizes: check.kernels(drawn, torch.float16, 16, check.BOTH) for sizes, drawn in inputs.items()}
+    tuners = {module: triton_fwd.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64) for module, kernel in kernels.items()}
     benchmarked = []
-    kernel._do_bench = lambda call, quantiles: (call(), benchmarked.append(1), [1.0, 1.0, 1.0])[-1]
-    for tokens in (20, 21, 40):  # two of one bucket, one of the next
-        given = arguments(check.draw(0, 1, tokens, 2, 1), torch.float16)
-        want, states = triton_fwd.forward(*given, *OPTIONS, False)
-        out = torch.full_like(want, float("nan"))
-        launched = triton_fwd.shared_arguments(*given, *OPTIONS) | {"out_ptr": out, "states_ptr": states, "KEEP": False}
-        kernel[(2,)](**launched)
-        assert torch.equal(out, want)
-    assert len(kernel.cache) == 2 and len(benchmarked) == (2 * tried if tried > 1 else 0)
+    for tuner in tuners.values():
+        tuner._do_bench = lambda call, quantiles: (call(), benchmarked.append(1), [1.0, 1.0, 1.0])[-1]
+    monkeypatch.setattr(triton_fwd, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel))
+    monkeypatch.setattr(triton_fwd, "INTERPRETED", False)
+    for (B, T), drawn in inputs.items():
+        torch.use_deterministic_algorithms(deterministic)
+        got = check.kernels(drawn, torch.float16, 16, check.BOTH)
+        torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(got[name], want[B, T][name]) for name in got)
+    buckets = 0 if deterministic else 3  # 20 and 21 share one; 40 is longer, four samples are more programs
+    assert [len(tuner.cache) for tuner in tuners.values()] == [buckets, buckets]
+    assert len(benchmarked) == buckets * sum(len(module.configs(torch.float16, 16)) for module in kernels)
+
+
+@pytest.mark.parametrize("shape", [(2, 21), (1, 21), (2, 1)])
+def test_v_as_a_part_of_a_wider_projection(shape):
+    """v's own strides, as the layer has them, and ones that only a copy can serve: the same bits as of a contiguous v."""
+    inputs = check.draw(7, *shape, 2, 3)
+    given, dout = arguments(inputs, torch.float16), inputs[-1].half()
+    out, states = triton_fwd.forward(*given, *OPTIONS, True)
+    gradients = triton_bwd.backward(dout, states, *given, *OPTIONS)
+    v = given[2]
+    wide = torch.randn(*shape, 5, 3, 64).half()
+    wide[:, :, 3:] = v
+    part = wide[:, :, 3:]
+    assert triton_fwd.token_rows(part) == 15 or shape[1] == 1
+    expanded = v[:, :1].expand_as(v)
+    for other in (part, v.transpose(1, 2).contiguous().transpose(1, 2), v.mT.contiguous().mT):
+        other_out, other_states = triton_fwd.forward(*given[:2], other, *given[3:], *OPTIONS, True)
+        assert torch.equal(out, other_out) and torch.equal(states, other_states)
+        assert all(map(torch.equal, triton_bwd.backward(dout, states, *given[:2], other, *given[3:], *OPTIONS), gradients))
+    assert triton_fwd.token_rows(expanded) is None or shape[1] == 1
 
 
 def test_low_precision_parameters_and_strided_inputs():
@@ -130,9 +153,28 @@ def test_no_states_without_backward():
 @pytest.mark.parametrize("chunk_size", triton_fwd.CHUNK_SIZES)
 @pytest.mark.parametrize("D", triton_fwd.WIDTHS)
 @pytest.mark.parametrize("T", [1, 16, 81, 196, 6400])
-def test_memory_kept_for_backward(T, D, chunk_size):
-    """q, k, v, lr and the states are at most 1.25 times q, k, v and out, in two-byte elements."""
+def test_size_of_the_states(T, D, chunk_size):
+    """With q, k, v and lr they are at most 1.25 times q, k, v and out, in two-byte elements."""
     B, R, H = 2, 2, 3
     states = torch.Size(triton_fwd.states_shape((B, T, R, H, D), chunk_size, True)).numel() * 4
     rows = B * T * R * H * D * 2
     assert 3 * rows + B * T * H * 4 + states <= 1.25 * 4 * rows
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_memory_kept_for_backward(directions):
+    """What autograd holds after a forward pass, each storage once, parameters aside: 1.25 times q, k, v and out at most."""
+    q, k, v, lr, *parameters = arguments(check.draw(0, 1, 300, 2, 2), torch.float16)
+    parts = [x if directions == 2 else x[:, :, 0].contiguous() for x in (q, k, v)]
+    parameters = [x if directions == 2 else x[0] for x in parameters]
+    leaves = [x.requires_grad_() for x in (*parts, lr.half(), *parameters)]
+    apart, held = {x.untyped_storage().data_ptr() for x in leaves[4:]}, {}
+
+    def keep(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = (ttt_linear_bidir if directions == 2 else ttt_linear)(*leaves, backend="triton")
+    kept = sum(size for storage, size in held.items() if storage not in apart)
+    assert 0 < kept <= 1.25 * 4 * out.nbytes

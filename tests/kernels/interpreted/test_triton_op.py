@@ -1,5 +1,7 @@
 """The operator with backend='triton': autograd, compilation, autocast, checkpointing, several processes, and its errors."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,10 +56,17 @@ def test_opcheck(inputs):
     torch.library.opcheck(_backward_op, (out, states, *detached, *options))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_to_one_graph(inputs, dynamic):
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")),
+    ],
+)
+def test_compiles_to_one_graph(inputs, backend, dynamic):
     torch.compiler.reset()
-    compiled = torch.compile(triton, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(triton, fullgraph=True, backend=backend, dynamic=dynamic)
     for T in (19, 5):
         shorter = [x.detach()[:, :T].clone().requires_grad_() for x in inputs[:4]] + inputs[4:]
         assert all(map(torch.equal, out_and_gradients(compiled, shorter), out_and_gradients(triton, shorter)))
@@ -142,6 +151,22 @@ def test_sizes_that_the_kernels_do_not_take(width, chunk_size, dtype, message):
         ttt_linear(*given, chunk_size=chunk_size, backend="triton")
     assert "use auto, torch or reference" in str(caught.value) and "\n" not in str(caught.value)
     assert ttt_linear(*given, chunk_size=chunk_size, backend="auto").isfinite().all()
+
+
+def test_a_layer_under_autocast():
+    """fp16 tokens, fp32 parameters and states: the result and the gradients of the torch backend, as near as fp16 products are."""
+    from repro.models.ttt_mixer import TTTMixer
+
+    torch.manual_seed(0)
+    mixer, x = TTTMixer(32, 2, 40), torch.randn(2, 40, 32)
+    results = {}
+    for mixer.backend in ("triton", "torch"):
+        with torch.autocast("cpu", torch.float16):
+            assert mixer.selected_backend(torch.float16) == mixer.backend
+            out = mixer(x)
+        assert out.dtype == torch.float16
+        results[mixer.backend] = [out.float(), *torch.autograd.grad(out.float().square().sum(), list(mixer.parameters()))]
+    assert_near(results["triton"], results["torch"], 2e-2)
 
 
 def test_a_model_runs_on_it():
