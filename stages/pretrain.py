@@ -1,20 +1,22 @@
 """`repro pretrain`: train a classifier from scratch (Table 1; on the embedded digits in the mini profile)."""
 
 import dataclasses
+import os
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from repro.core.config import bounded, load_section, params_hash, section_keys
 from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import hash_files, make_identity, write_record
+from repro.core.ranks import Ranks, joined, launch
+from repro.core.record import hash_files, make_identity, read_json, write_json, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime, seed_everything
 from repro.data.settings import TransformSettings
-from repro.engine.params import OptimParams
+from repro.engine.params import LoopParams, OptimParams
 from repro.tasks.params import MixParams
 
 
@@ -28,11 +30,13 @@ class PretrainParams:
         data: a cell of `prepare_data`.
         seed: of initialisation, order and augmentation.
         epochs: passes over the training data.
-        batch_size: images per step.
+        batch_size: images per step, of all GPUs together.
         drop_path: stochastic depth, linear from 0 to this over the blocks.
         evaluate_every: epochs between evaluations; the last is always evaluated.
         snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
-        precision: `fp32`, or `bf16` for autocast; the inner learner is fp32 inside either way.
+        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner is fp32 inside in all), `auto` for bf16 on GPUs and fp32 else.
+        ema_decay: of a moving average of the weights, which is then what counts; null for none.
+        max_bad_steps: steps in a row with a loss or gradient that is not finite before the run stops and explains the last one.
         max_unreadable: training images that may be unreadable before the run stops.
         optim, mix, transform: optimiser and schedule; softened targets; image to tensor.
     """
@@ -46,7 +50,9 @@ class PretrainParams:
     drop_path: float = bounded(ge=0, le=1)
     evaluate_every: int = bounded(1, ge=1)
     snapshot_epochs: tuple[int, ...] = bounded((), ge=0)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    ema_decay: float | None = bounded(None, gt=0, le=1)
+    max_bad_steps: int = bounded(20, ge=1)
     max_unreadable: int = bounded(0, ge=0)
     optim: OptimParams
     mix: MixParams
@@ -63,96 +69,77 @@ class PretrainParams:
             raise ValueError(f"snapshot_epochs: {late[0]} is after the last epoch, {self.epochs}")
 
 
-def command(cell: Annotated[str | None, typer.Option(help="One cell of the `pretrain:` section; all of them without it.")] = None) -> None:
+def command(
+    cell: Annotated[str | None, typer.Option(help="One cell of the `pretrain:` section; all of them without it.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")] = None,
+    replay_bad_step: Annotated[Path | None, typer.Option(help="With --cell: run the step of this dump again, and show it.")] = None,
+) -> None:
     """Train a classifier; a stopped run continues where it was."""
     paths = find_root()
+    if gpus is not None and "WORLD_SIZE" not in os.environ:
+        launch(gpus, ["pretrain", *(["--cell", cell] if cell else [])])
+        return
     runtime = load_runtime(paths)
-    for name in [cell] if cell else section_keys(paths.params, "pretrain"):
-        run(load_section(PretrainParams, paths.params, "pretrain", name), paths, runtime, name)
+    if replay_bad_step is not None:
+        if cell is None:
+            raise UserError("pretrain: --replay-bad-step needs the --cell that it is of")
+        replay(replay_bad_step, load_section(PretrainParams, paths.params, "pretrain", cell), paths, runtime, cell)
+        return
+    with joined(choose_device(runtime.device).type) as ranks:
+        for name in [cell] if cell else section_keys(paths.params, "pretrain"):
+            run(load_section(PretrainParams, paths.params, "pretrain", name), paths, runtime, name, ranks)
 
 
 def state_folder(params: PretrainParams, paths: Paths, cell: str) -> Path:
-    """Where the state of this run waits; another one for other parameters or other data, so that no run continues a different one."""
-    manifest = paths.cell("prepare_data", params.data) / "manifest.json"
-    data = hash_files(paths.root, [manifest.relative_to(paths.root).as_posix()])
-    return paths.run_state("pretrain", cell, f"{params_hash(params)[:8]}{data[:8]}")
+    """Where the state of this run waits; another one for other parameters, so that no run continues a different one."""
+    return paths.run_state("pretrain", cell, params_hash(params)[:16])
 
 
-def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> None:
+def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks = Ranks()) -> None:
     """Train one cell and write results/pretrain/<cell>/{weights.safetensors, snapshots/, curve.csv, metrics.json, run.json}.
 
     Raises:
-        UserError: data, model name or options that do not fit, before anything is written.
+        UserError: data, model name, options or number of processes that do not fit, or the state of a run on other data, before
+            anything is written.
     """
-    import torch
-
-    from repro.data.imagenet import ImageFolder, eval_transform, train_transform
-    from repro.data.loader import EvalLoader, TrainLoader
-    from repro.data.manifest import open_root, read_manifest
     from repro.engine.checkpoint import Checkpointer
     from repro.engine.loop import fit, write_curve
-    from repro.models.registry import build_model, family_module, kernel_backend
+    from repro.models.registry import family_module, kernel_backend
     from repro.models.weights import save_weights
-    from repro.tasks.classification import Classification
 
     started = time.monotonic()
-    manifest_path = paths.cell("prepare_data", params.data) / "manifest.json"
-    manifest = read_manifest(manifest_path)
-    tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
-    device = choose_device(runtime.device)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
-    seed_everything(params.seed)
-    options = {**params.options, "num_classes": len(tree.classes), "img_size": params.transform.image_size}
-    try:
-        model = build_model(params.model, **options, drop_path_rate=params.drop_path).to(device)
-    except ValueError as error:
-        raise UserError(f"pretrain.{cell}: {error}") from None
-
-    train_set = ImageFolder(tree, "train", train_transform(params.transform), seed=params.seed, max_unreadable=params.max_unreadable)
-    val_set = ImageFolder(tree, "val", eval_transform(params.transform))
-    train = TrainLoader(train_set, batch_size=params.batch_size, seed=params.seed, workers=runtime.workers, device=device)
-    val = EvalLoader(val_set, batch_size=params.batch_size, workers=runtime.workers, device=device)
-    task = Classification(model, train, val, batch_size=params.batch_size, mix=params.mix, num_classes=len(tree.classes), device=device)
-
-    folder = paths.cell("pretrain", cell)
-    described = {"name": params.model, "options": options, "preprocessing": params.transform.preprocessing(), "classes": list(tree.classes)}
-    state = state_folder(params, paths, cell)
-    checkpointer = Checkpointer(state)
+    made = _Made.of(params, paths, runtime, cell, ranks)
+    folder, state = paths.cell("pretrain", cell), state_folder(params, paths, cell)
+    if ranks.first:
+        _require_same_data(state, made.manifest_path)
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots = state / "snapshots"
     snapshots.mkdir(parents=True, exist_ok=True)
 
-    def snapshot(epoch: int) -> None:
+    def snapshot(epoch: int, model: Any) -> None:
         if epoch in params.snapshot_epochs:
-            save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **described)
+            save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **made.described)
 
+    checkpointer = Checkpointer(state)
     try:
-        curve = fit(
-            task,
-            params.optim,
-            epochs=params.epochs,
-            evaluate_every=params.evaluate_every,
-            device=device,
-            precision=params.precision,
-            checkpointer=checkpointer,
-            save_every_steps=runtime.save_every_steps,
-            log_every_steps=runtime.log_every_steps,
-            snapshot=snapshot,
+        done, model = fit(
+            made.task, params.optim, made.settings, device=made.device, ranks=ranks, checkpointer=checkpointer, snapshot=snapshot
         )
     finally:
-        train.close()
-        val.close()
+        made.task.train.close()
+        made.task.val.close()
+    if not ranks.first:
+        return
 
-    save_weights(folder / "weights.safetensors", model, **described)
+    save_weights(folder / "weights.safetensors", model, **made.described)
     shutil.rmtree(folder / "snapshots", ignore_errors=True)
     shutil.copytree(snapshots, folder / "snapshots")
-    write_curve(folder / "curve.csv", curve)
-    last = curve[-1]
+    write_curve(folder / "curve.csv", done.curve)
+    last = done.curve[-1]
     metrics = {
         "model": params.model,
         "options": params.options,
-        "data": manifest.kind,
+        "data": made.kind,
         "top1_percent": last["top1_percent"],
         "top5_percent": last["top5_percent"],
         "val_loss": last["val_loss"],
@@ -162,17 +149,137 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> No
         "epochs": params.epochs,
         "steps": last["step"],
         "batch_size": params.batch_size,
-        "unreadable_images": len(train_set.unreadable()),
+        "skipped_steps": done.bad_steps,
+        "skip_rate_percent": 100 * done.bad_steps / last["step"],
+        "unreadable_images": len(made.task.train.dataset.unreadable()),
     }
     identity = make_identity(
         paths.root,
         ["stages.pretrain", family_module(params.model)],
         params,
-        data_manifest=manifest_path,
-        device=device_label(device),
-        dtype=params.precision,
-        backend=kernel_backend(model, torch.bfloat16 if params.precision == "bf16" else torch.float32),
+        data_manifest=made.manifest_path,
+        device=device_label(made.device) + (f", {ranks.world_size} processes" if ranks.world_size > 1 else ""),
+        dtype=made.settings.precision,
+        backend=kernel_backend(model, made.dtype),
     )
     write_record(folder, metrics, identity, time.monotonic() - started)
     checkpointer.clear()
-    print(f"{cell}: top-1 {last['top1_percent']:.2f} % on {metrics['val_images']} held-out images of {manifest.kind}")
+    print(f"{cell}: top-1 {last['top1_percent']:.2f} % on {metrics['val_images']} held-out images of {made.kind}")
+
+
+def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> None:
+    """Run the step of a dump again, on this process alone, and print what each layer gave.
+
+    Raises:
+        UserError: no dump, or one of another model or other data.
+    """
+    from repro.engine.checkpoint import set_rng_state
+    from repro.engine.guard import diagnose, load_dump
+
+    dump = load_dump(dump_path)
+    for rank, seen in enumerate(dump["ranks"]):
+        made = _Made.of(params, paths, runtime, cell, Ranks(rank=rank, world_size=dump["world_size"]))
+        try:
+            made.task.model.load_state_dict(dump["model"])
+        except RuntimeError:
+            raise UserError(f"{dump_path}: is of another model than pretrain.{cell}") from None
+        made.task.model.train()
+        try:
+            if made.task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
+                raise UserError(f"{dump_path}: its batch holds other images than {cell} has there now; the data or the seed changed")
+            batch = next(iter(made.task.batches(dump["epoch"], dump["number"])))
+            set_rng_state(seen["rng"])
+            found = diagnose(made.task, batch, made.settings.autocast(made.device.type))
+        finally:
+            made.task.train.close()
+            made.task.val.close()
+        print(f"step {dump['step'] + 1}, process {rank} of {dump['world_size']}: loss {found['loss']}")
+        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
+        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
+        for name, output in found["outputs"].items():
+            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
+        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
+        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
+        for name, losses in found["own"]["inner_losses"].items():
+            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Made:
+    """What a run is made of; `described` goes into weights files."""
+
+    task: Any
+    settings: LoopParams
+    device: Any
+    dtype: Any
+    kind: str
+    manifest_path: Path
+    described: dict[str, Any]
+
+    @classmethod
+    def of(cls, params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks) -> "_Made":
+        import torch
+
+        from repro.data.imagenet import ImageFolder, eval_transform, train_transform
+        from repro.data.loader import EvalLoader, TrainLoader
+        from repro.data.manifest import open_root, read_manifest
+        from repro.models.registry import build_model
+        from repro.tasks.classification import Classification
+
+        share = ranks.share(params.batch_size, f"pretrain.{cell}.batch_size")
+        micro = min(runtime.micro_batch or share, share)
+        if share % micro or ((params.mix.mixup or params.mix.cutmix) and micro % 2):
+            raise UserError(f"runtime.micro_batch: {micro} does not fit {share} images of a process; take an even number that divides it")
+        device = choose_device(runtime.device)
+        if device.type == "cuda" and ranks.world_size > 1:
+            device = torch.device("cuda", ranks.local_rank)
+        precision = params.precision if params.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+        manifest_path = paths.cell("prepare_data", params.data) / "manifest.json"
+        manifest = read_manifest(manifest_path)
+        tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
+        if runtime.threads:
+            torch.set_num_threads(runtime.threads)
+        seed_everything(params.seed)
+        options = {**params.options, "num_classes": len(tree.classes), "img_size": params.transform.image_size}
+        try:
+            model = build_model(params.model, **options, drop_path_rate=params.drop_path).to(device)
+        except ValueError as error:
+            raise UserError(f"pretrain.{cell}: {error}") from None
+        if runtime.channels_last:
+            model.to(memory_format=torch.channels_last)
+        if runtime.compile:
+            model.compile()
+        if ranks.rank:  # the weights are the same everywhere, what is drawn while training is not
+            seed_everything(params.seed + ranks.rank)
+
+        train_set = ImageFolder(tree, "train", train_transform(params.transform), seed=params.seed, max_unreadable=params.max_unreadable)
+        val_set = ImageFolder(tree, "val", eval_transform(params.transform))
+        here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+        train = TrainLoader(train_set, batch_size=share, seed=params.seed, **here)
+        val = EvalLoader(val_set, batch_size=micro, **here)
+        return cls(
+            task=Classification(
+                model, train, val, batch_size=params.batch_size, mix=params.mix, num_classes=len(tree.classes), device=device, ranks=ranks
+            ),
+            settings=LoopParams(
+                epochs=params.epochs, evaluate_every=params.evaluate_every, precision=precision, accumulate=share // micro,
+                ema_decay=params.ema_decay, max_bad_steps=params.max_bad_steps, save_every_steps=runtime.save_every_steps,
+                log_every_steps=runtime.log_every_steps,
+            ),
+            device=device,
+            dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+            kind=manifest.kind,
+            manifest_path=manifest_path,
+            described={
+                "name": params.model, "options": options, "preprocessing": params.transform.preprocessing(), "classes": list(tree.classes),
+            },
+        )  # fmt: skip
+
+
+def _require_same_data(state: Path, manifest_path: Path) -> None:
+    """Refuse to continue on other data than the run began with; note it where the run begins."""
+    found = {"data_manifest": hash_files(manifest_path.parent, [manifest_path.name])}
+    note = state / "data.json"
+    if note.is_file() and read_json(note) != found:
+        raise UserError(f"{manifest_path}: changed since this run began ({state}); restore the data, or remove that folder to start anew")
+    write_json(note, found)

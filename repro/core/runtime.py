@@ -21,6 +21,9 @@ class Runtime:
         device: `auto` takes CUDA where there is one.
         workers: processes that load data; 0 loads in the main process.
         threads: CPU threads of the main process; null leaves PyTorch's choice.
+        micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is larger is cut
+            into parts whose gradients are averaged, so that the total batch is the one of the section whatever the GPUs are.
+        compile: `torch.compile` for training. channels_last: memory format of weights and images.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
         data_roots: data set kind -> folder.
@@ -29,6 +32,9 @@ class Runtime:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int = bounded(0, ge=0)
     threads: int | None = bounded(None, ge=1)
+    micro_batch: int | None = bounded(None, ge=1)
+    compile: bool = False
+    channels_last: bool = False
     save_every_steps: int = bounded(200, ge=1)
     log_every_steps: int = bounded(10, ge=1)
     data_roots: dict[str, str]

@@ -182,6 +182,12 @@ class TrainLoader(_Loader):
         """The batches of an epoch from number `start` on: what an uninterrupted run would see there, in content and order."""
         return self._batches(epoch, start)
 
+    def files(self, epoch: int, number: int) -> list[str]:
+        """The images of one batch, as paths from the split's folder."""
+        keys = next(self._keys.order.batches(epoch, number))
+        tree, split = self.dataset.tree, self.dataset.split
+        return [tree.path(split, index).relative_to(tree.root / split).as_posix() for _, index in keys]
+
 
 class EvalLoader(_Loader):
     """Evaluation batches: every sample exactly once over all ranks, in order; each iteration starts from the beginning.

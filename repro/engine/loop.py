@@ -3,40 +3,55 @@
 import contextlib
 import csv
 import dataclasses
+import functools
 import io
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ..core.errors import Interrupted, RunError, UserError
+from ..core.errors import Interrupted, UserError
+from ..core.ranks import Ranks
 from ..core.record import write_text
 from .checkpoint import Checkpointer, rng_state, set_rng_state
+from .guard import Guard
 from .optim import build_optimizer, build_schedule
-from .params import OptimParams
+from .params import LoopParams, OptimParams
 from .progress import Progress
 
 
 class Task(Protocol):
     """What the engine trains.
 
-    `batches(epoch, start)` yields the batches of an epoch from batch number `start` on, the same ones in the same order every
-    time; `loss(batch)` returns scalar tensors, of which `loss` is minimised and all are logged; `evaluate()` returns numbers.
+    `network` is what `loss` calls: the engine puts the parallel wrapper of `model` there. `batches(epoch, start)` yields this rank's
+    batches of an epoch from batch number `start` on, the same ones in the same order every time; `split(batch, parts)` cuts one into
+    equal parts; `loss(batch)` returns scalar tensors, of which `loss` is minimised and all are logged; `evaluate(model)` returns
+    numbers that are of all ranks together. `describe(epoch, number)` names the samples of a batch, `inspect(batch)` says what the
+    task knows of one that went wrong; both in types that `torch.load(weights_only=True)` allows.
     """
 
     model: nn.Module
+    network: nn.Module
     batch_size: int
     steps_per_epoch: int
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]: ...
 
+    def split(self, batch: Any, parts: int) -> Sequence[Any]: ...
+
     def loss(self, batch: Any) -> dict[str, Tensor]: ...
 
-    def evaluate(self) -> dict[str, float]: ...
+    def evaluate(self, model: nn.Module) -> dict[str, float]: ...
+
+    def describe(self, epoch: int, number: int) -> list[str]: ...
+
+    def inspect(self, batch: Any) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,83 +60,151 @@ class RunState:
 
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
+    epoch_steps: int = 0  # finite ones, of which the sums are
+    bad_in_a_row: int = 0
+    bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
 def fit(
     task: Task,
     optim: OptimParams,
+    settings: LoopParams,
     *,
-    epochs: int,
-    evaluate_every: int,
     device: torch.device,
-    precision: str,
+    ranks: Ranks,
     checkpointer: Checkpointer,
-    save_every_steps: int,
-    log_every_steps: int,
-    snapshot: Callable[[int], None],
+    snapshot: Callable[[int, nn.Module], None],
     log: Callable[[str], None] = print,
-) -> list[dict[str, float]]:
+) -> tuple[RunState, nn.Module]:
     """Train from the start or from where an earlier call stopped.
 
     Args:
         task: model, batches, loss and evaluation.
         optim: optimiser and schedule.
-        epochs: passes over the training data.
-        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
+        settings: epochs, precision, accumulation and cadences.
         device: where the model lies.
-        precision: `fp32`, or `bf16` for autocast.
+        ranks: the processes that train together; rank 0 writes.
         checkpointer: where state is kept between steps.
-        save_every_steps, log_every_steps: cadence.
-        snapshot: called with the number of finished epochs, 0 before the first step.
+        snapshot: called on rank 0 with the number of finished epochs, 0 before the first step, and the model that is evaluated.
         log: takes plain lines.
 
     Returns:
-        The curve: one row per epoch with the means of the training numbers and, where evaluated, the validation numbers.
+        The final state, and the model whose weights count. The state's curve has one row per epoch: the means of the training
+        numbers over the finite steps and all ranks, and, where evaluated, the validation numbers.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM came; the running step was finished and the state saved.
-        RunError: the loss is not finite.
+        Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
+        RunError: `settings.max_bad_steps` steps in a row were not finite.
     """
-    optimizer = build_optimizer(task.model, optim, task.batch_size)
-    schedule = build_schedule(optimizer, optim, task.batch_size, epochs, task.steps_per_epoch)
-    state = _restore(checkpointer, task.model, optimizer)
+    parts = Parts.build(task, optim, settings, device, ranks)
+    total = settings.epochs * task.steps_per_epoch
+    schedule = build_schedule(parts.optimizer, optim, task.batch_size, settings.epochs, task.steps_per_epoch)
+    state = _restore(checkpointer, parts, ranks)
+    guard = Guard(folder=checkpointer.folder, limit=settings.max_bad_steps, in_a_row=state.bad_in_a_row, total=state.bad_steps)
     schedule.step_update(state.step)
-    if state.step == 0:
-        snapshot(0)
-    with catch_signals() as received, Progress(epochs * task.steps_per_epoch, state.step, log_every_steps, log) as progress:
-        while state.step < epochs * task.steps_per_epoch:
+    if state.step == 0 and ranks.first:
+        snapshot(0, parts.evaluated)
+    with catch_signals() as received, Progress(total, state.step, settings.log_every_steps, log, shown=ranks.first) as progress:
+        while state.step < total:
             epoch, start = divmod(state.step, task.steps_per_epoch)
             task.model.train()
-            for batch in task.batches(epoch, start):
-                numbers = train_step(task, optimizer, batch, optim.clip_grad_norm, device, precision)
-                _accumulate(state.epoch_sums, numbers, state.step)
-                state.step += 1
+            for number, batch in enumerate(task.batches(epoch, start), start):
+                guard.remember()
+                numbers = forward_backward(task, parts, batch, settings.accumulate, optim.clip_grad_norm)
+                bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
+                parts.step(apply=not bad)
+                if guard.judge(not bad):
+                    guard.dump(task, batch, step=state.step, epoch=epoch, number=number, autocast=parts.autocast(), ranks=ranks)
+                _count(state, guard, numbers)
                 schedule.step_update(state.step)
                 progress.update(state.step, numbers["loss"], task.batch_size)
                 # the last step of an epoch is saved once its evaluation is in the curve
-                if state.step % task.steps_per_epoch and (received or state.step % save_every_steps == 0):
-                    _save(checkpointer, state, task.model, optimizer)
-                    _stop_if(received, state.step)
-            _end_epoch(task, state, optimizer, epoch + 1, evaluate=(epoch + 1) % evaluate_every == 0 or epoch + 1 == epochs)
-            snapshot(epoch + 1)
+                if state.step % task.steps_per_epoch and (stop or state.step % settings.save_every_steps == 0):
+                    _save(checkpointer, state, parts, ranks)
+                    _stop_if(stop, received, state.step)
+            evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
+            _end_epoch(task, state, parts, ranks, epoch + 1, evaluate)
+            if ranks.first:
+                snapshot(epoch + 1, parts.evaluated)
             progress.report(state.curve[-1])
-            _save(checkpointer, state, task.model, optimizer)
-            _stop_if(received, state.step)
-    return state.curve
+            _save(checkpointer, state, parts, ranks)
+            _stop_if(ranks.any(bool(received))[0], received, state.step)
+    return state, parts.evaluated
 
 
-def train_step(
-    task: Task, optimizer: torch.optim.Optimizer, batch: Any, clip_grad_norm: float | None, device: torch.device, precision: str
-) -> dict[str, Tensor]:
-    """Forward, backward, clip, step. Returns detached scalars: what the task's loss returned, and the gradient norm before clipping."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-        losses = task.loss(batch)
-    optimizer.zero_grad(set_to_none=True)
-    losses["loss"].backward()
-    norm = torch.nn.utils.clip_grad_norm_(task.model.parameters(), clip_grad_norm or math.inf)
-    optimizer.step()
-    return {**{name: value.detach() for name, value in losses.items()}, "grad_norm": norm.detach()}
+@dataclasses.dataclass(kw_only=True)
+class Parts:
+    """What a run trains with. `evaluated` is the model whose weights count: the moving average where there is one."""
+
+    model: nn.Module
+    network: nn.Module
+    evaluated: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: ModelEmaV3 | None
+    autocast: Callable[[], contextlib.AbstractContextManager]
+
+    @classmethod
+    def build(cls, task: Task, optim: OptimParams, settings: LoopParams, device: torch.device, ranks: Ranks) -> "Parts":
+        """The optimiser and its company for a task; sets `task.network`."""
+        optimizer = build_optimizer(task.model, optim, task.batch_size)
+        if ranks.world_size > 1:
+            own = [device.index] if device.type == "cuda" else None
+            task.network = DistributedDataParallel(task.network, device_ids=own, gradient_as_bucket_view=True)
+        ema = ModelEmaV3(task.model, decay=settings.ema_decay) if settings.ema_decay else None
+        return cls(
+            model=task.model,
+            network=task.network,
+            evaluated=ema.module if ema else task.model,
+            optimizer=optimizer,
+            scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
+            ema=ema,
+            autocast=functools.partial(settings.autocast, device.type),
+        )
+
+    def step(self, *, apply: bool) -> None:
+        """The optimiser's step, left out where `apply` is False; a step left out lowers the loss scale of fp16."""
+        if apply:
+            self.scaler.step(self.optimizer)
+            if self.ema is not None:
+                self.ema.update(self.model)
+        if self.scaler.is_enabled():
+            self.scaler.update(None if apply else self.scaler.get_scale() * self.scaler.get_backoff_factor())
+
+    def state(self) -> dict[str, Any]:
+        """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
+        named = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return {name: part.state_dict() for name, part in (named | ({"ema": self.ema.module} if self.ema else {})).items()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """The inverse of `state`; raises what PyTorch raises where it belongs to another model."""
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scaler.load_state_dict(saved["scaler"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(saved["ema"])
+
+
+def forward_backward(task: Task, parts: Parts, batch: Any, accumulate: int, clip_grad_norm: float | None) -> dict[str, float]:
+    """One batch in `accumulate` parts: gradients averaged over the parts and the ranks, clipped. Returns what the task's loss
+    returned, averaged over the parts, and the gradients' norm before clipping."""
+    parts.optimizer.zero_grad(set_to_none=True)
+    sums: dict[str, Tensor] = {}
+    pieces = task.split(batch, accumulate)
+    for i, piece in enumerate(pieces, 1):
+        # the ranks exchange gradients once, with the last part
+        waits = i < len(pieces) and isinstance(parts.network, DistributedDataParallel)
+        with parts.network.no_sync() if waits else contextlib.nullcontext():
+            with parts.autocast():
+                losses = task.loss(piece)
+            parts.scaler.scale(losses["loss"] / len(pieces)).backward()
+        for name, value in losses.items():
+            sums[name] = sums.get(name, 0.0) + value.detach() / len(pieces)
+    parts.scaler.unscale_(parts.optimizer)
+    sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), clip_grad_norm or math.inf)
+    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
+    return dict(zip(sums, values, strict=True))
 
 
 @contextlib.contextmanager
@@ -155,41 +238,51 @@ def write_curve(path: Path, curve: list[dict[str, float]]) -> None:
     write_text(path, text.getvalue())
 
 
-def _stop_if(received: list[int], step: int) -> None:
-    if received:
-        raise Interrupted(received[0], f"the state after step {step} is saved")
+def _stop_if(stop: bool, received: list[int], step: int) -> None:
+    if stop:  # the signal may have come to another rank
+        raise Interrupted(received[0] if received else signal.SIGTERM, f"the state after step {step} is saved")
 
 
-def _accumulate(sums: dict[str, float], numbers: dict[str, Tensor], step: int) -> None:
-    for name, value in numbers.items():
-        number = float(value)
-        if not math.isfinite(number):
-            raise RunError(f"step {step + 1}: {name} is {number}; lower the learning rate or clip harder (the last saved state is before this step)")
-        sums[name] = sums.get(name, 0.0) + number
+def _count(state: RunState, guard: Guard, numbers: dict[str, float]) -> None:
+    state.step += 1
+    state.bad_in_a_row, state.bad_steps = guard.in_a_row, guard.total
+    if not guard.in_a_row:
+        state.epoch_steps += 1
+        for name, value in numbers.items():
+            state.epoch_sums[name] = state.epoch_sums.get(name, 0.0) + value
 
 
-def _end_epoch(task: Task, state: RunState, optimizer: torch.optim.Optimizer, epoch: int, evaluate: bool) -> None:
-    means = {f"train_{name}": total / task.steps_per_epoch for name, total in state.epoch_sums.items()}
-    task.model.eval()
-    validation = task.evaluate() if evaluate else {}
-    state.curve.append({"epoch": epoch, "step": state.step, "lr": optimizer.param_groups[0]["lr"], **means, **validation})
-    state.epoch_sums = {}
+def _end_epoch(task: Task, state: RunState, parts: Parts, ranks: Ranks, epoch: int, evaluate: bool) -> None:
+    steps = max(1, state.epoch_steps) * ranks.world_size
+    means = {f"train_{name}": total / steps for name, total in zip(state.epoch_sums, ranks.sum([*state.epoch_sums.values()]))}
+    parts.evaluated.eval()
+    validation = task.evaluate(parts.evaluated) if evaluate else {}
+    rate = parts.optimizer.param_groups[0]["lr"]
+    state.curve.append({"epoch": epoch, "step": state.step, "lr": rate, **means, **validation})
+    state.epoch_sums, state.epoch_steps = {}, 0
 
 
-def _save(checkpointer: Checkpointer, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    # the schedule needs no entry: its rate is a function of the step alone
-    saved = {"run": dataclasses.asdict(state), "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng_state()}
-    checkpointer.save(state.step, saved)
+def _save(checkpointer: Checkpointer, state: RunState, parts: Parts, ranks: Ranks) -> None:
+    everyone = ranks.gather({"rng": rng_state(), "sums": state.epoch_sums})
+    if ranks.first:
+        checkpointer.save(state.step, {"run": dataclasses.asdict(state), "ranks": everyone, **parts.state()})
 
 
-def _restore(checkpointer: Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunState:
-    saved = checkpointer.restore()
+def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks) -> RunState:
+    saved = checkpointer.restore() if ranks.first else None
+    saved = ranks.from_first(saved)
     if saved is None:
         return RunState()
     try:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    except (RuntimeError, ValueError):
+        everyone = saved["ranks"]
+        parts.load(saved)
+    except (RuntimeError, ValueError, KeyError):
         raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start anew") from None
-    set_rng_state(saved["rng"])
-    return RunState(**saved["run"])
+    if len(everyone) != ranks.world_size:
+        raise UserError(
+            f"{checkpointer.folder}: was stopped with {len(everyone)} process(es) and is continued with {ranks.world_size}; "
+            "take the same number, or remove the folder to start anew"
+        )
+    own = everyone[ranks.rank]
+    set_rng_state(own["rng"])
+    return RunState(**{**saved["run"], "epoch_sums": own["sums"]})

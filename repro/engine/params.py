@@ -1,8 +1,40 @@
 """The optimiser part of a params section. Imports nothing heavy: the stage modules need it for `--help`."""
 
 import dataclasses
+from typing import Any, Literal
 
 from ..core.config import bounded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopParams:
+    """How the loop runs; a stage makes it of its own section and of `runtime:`.
+
+    Args:
+        epochs: passes over the training data.
+        evaluate_every: epochs between evaluations; the last is always evaluated.
+        precision: `fp32`, or `bf16` or `fp16` for autocast, `fp16` with a loss scale that adapts.
+        accumulate: parts into which each batch of a rank is cut, one after the other; gradients are averaged.
+        ema_decay: of the moving average of the weights, which is then what is evaluated and saved; null for none.
+        max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops.
+        save_every_steps, log_every_steps: cadences.
+    """
+
+    epochs: int
+    evaluate_every: int = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    accumulate: int = 1
+    ema_decay: float | None = None
+    max_bad_steps: int = 20
+    save_every_steps: int = 200
+    log_every_steps: int = 10
+
+    def autocast(self, device_type: str) -> Any:
+        """A context manager for a forward pass in this precision."""
+        import torch
+
+        low = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return torch.autocast(device_type, low, enabled=low is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ import sys
 import time
 from collections.abc import Callable
 
-from torch import Tensor
-
 
 class Progress:
     """Shows the step, the loss and the speed; a context manager.
@@ -15,15 +13,17 @@ class Progress:
         done: steps that were finished before.
         every: steps between updates.
         log: takes plain lines where there is no terminal.
+        shown: False on all ranks but the first.
     """
 
-    def __init__(self, total: int, done: int, every: int, log: Callable[[str], None]):
-        self.total, self.done, self.every, self.log = total, done, every, log
+    def __init__(self, total: int, done: int, every: int, log: Callable[[str], None], shown: bool = True):
+        self.total, self.done, self.every, self.shown = total, done, every, shown
+        self.log = log if shown else lambda line: None
         self.bar = self.task = None
         self.since, self.images = time.perf_counter(), 0
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
+        if self.shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
@@ -38,14 +38,14 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def update(self, step: int, loss: Tensor, images: int) -> None:
+    def update(self, step: int, loss: float, images: int) -> None:
         """Count a finished step of `images` images."""
         self.images += images
         if step % self.every and step != self.total:
             return
         now = time.perf_counter()
         speed, self.since, self.images = self.images / (now - self.since), now, 0
-        text = f"loss {float(loss):.4f}, {speed:.0f} img/s"
+        text = f"loss {loss:.4f}, {speed:.0f} img/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, description=text)
         else:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
+from kernels.ttt_linear.reference import ttt_linear_dual
 
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
@@ -103,6 +104,13 @@ class TTTMixer(nn.Module):
         Returns:
             (B, T, D) in the dtype of `x_BTD` (of the autocast mode, where one is on), to be added to the residual stream.
         """
+        gate, q, k, v = self._project(x_BTD)
+        z = self._learn(q, k, v, self.learning_rate(x_BTD))
+        z = self.post_norm(z)
+        return self.out_proj(z if gate is None else gate * z)
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Gate (B, T, D) or None, and q, k, v (B, T, R·D)."""
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
         gate = F.gelu(parts.pop(0), approximate="tanh") if self.has_gate else None
         v, k = parts.pop(), parts.pop()
@@ -111,9 +119,7 @@ class TTTMixer(nn.Module):
             padded = self._pad_causal(k)
             k = self._conv(padded, self.conv_k)
             q = self._conv(padded, self.conv_q)
-        z = self._learn(q, k, v, self.learning_rate(x_BTD))
-        z = self.post_norm(z)
-        return self.out_proj(z if gate is None else gate * z)
+        return gate, q, k, v
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was made for."""
@@ -130,6 +136,24 @@ class TTTMixer(nn.Module):
         delta = F.pad(delta, (0, chunk_size - delta.shape[1]))
         index = torch.arange(1, chunk_size + 1, device=delta.device, dtype=delta.dtype)
         return F.relu(1 / index + delta)
+
+    @torch.no_grad()
+    def inner_losses(self, x_BTD: Tensor) -> Tensor:
+        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk, fp32 (B, T, R, H); from the reference."""
+        x_BTD = x_BTD.float()
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            q, k, v = self._project(x_BTD)[1:]
+            B, T, _ = v.shape
+            R, H, d = self.directions, self.num_heads, self.head_dim
+            chunk_size = self.chunk_size or T
+            q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
+            lr, scale, W0 = self.learning_rate(x_BTD), self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d)
+            found = []
+            for r in range(R):
+                shared = scale[r], W0[r], self.b0[r], self.ln_weight[r], self.ln_bias[r]
+                options = {"chunk_size": chunk_size, "reverse": r == 1, "eps": self.eps, "return_inner": True}
+                found.append(ttt_linear_dual(q[:, :, r], k[:, :, r], v[:, :, r], lr, *shared, **options)[1].loss)
+        return torch.stack(found, 2)
 
     def _learn(self, q: Tensor, k: Tensor, v: Tensor, lr_BTH: Tensor) -> Tensor:
         B, T, _ = v.shape

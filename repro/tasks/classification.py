@@ -1,12 +1,14 @@
 """Image classification: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
+from ..core.ranks import Ranks
 from ..data.loader import Batch, EvalLoader, TrainLoader
 from .params import MixParams
 
@@ -18,16 +20,19 @@ class Classification:
         model: images (B, 3, H, W) -> logits (B, num_classes).
         train: training batches.
         val: validation batches, every sample once.
-        batch_size: images per step.
+        batch_size: images per step, of all ranks together.
         mix: softening of the targets; a mixed batch must be even.
         num_classes: classes of the data set.
         device: where the model lies.
+        ranks: the processes that train together; the loaders give this one's share.
     """
 
     def __init__(
-        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, batch_size: int, mix: MixParams, num_classes: int, device: torch.device
-    ):
-        self.model, self.train, self.val, self.device = model, train, val, device
+        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, batch_size: int, mix: MixParams, num_classes: int,
+        device: torch.device, ranks: Ranks = Ranks(),
+    ):  # fmt: skip
+        self.model = self.network = model
+        self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
         self.label_smoothing = mix.label_smoothing
         self.mixup = None
@@ -49,23 +54,53 @@ class Classification:
         """Cross-entropy with softened targets."""
         images, targets = (t.to(self.device, non_blocking=True) for t in batch)
         if self.mixup is None:
-            return {"loss": F.cross_entropy(self.model(images).float(), targets, label_smoothing=self.label_smoothing)}
+            return {"loss": F.cross_entropy(self.network(images).float(), targets, label_smoothing=self.label_smoothing)}
         images, soft = self.mixup(images, targets)
-        return {"loss": F.cross_entropy(self.model(images).float(), soft)}
+        return {"loss": F.cross_entropy(self.network(images).float(), soft)}
 
-    def evaluate(self) -> dict[str, float]:
-        """Top-1 and top-5 in percent and the plain cross-entropy, over the whole validation split."""
-        return accuracy(self.model, self.val, self.device)
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """A batch in equal parts; each is mixed within itself."""
+        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Top-1 and top-5 in percent and the plain cross-entropy, over the whole validation split, whatever the ranks."""
+        return accuracy(model, self.val, self.device, self.ranks)
+
+    def describe(self, epoch: int, number: int) -> list[str]:
+        """The files of this rank's batch."""
+        return self.train.files(epoch, number)
+
+    def inspect(self, batch: Batch) -> dict[str, Any]:
+        """For each layer that learns at test time: the loss of its inner learner, mean and largest over the tokens, by direction."""
+        found: dict[str, Any] = {}
+
+        def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                losses = module.inner_losses(inputs[0])
+                found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
+
+            return hook
+
+        learners = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "inner_losses")]
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in learners]
+        try:
+            with torch.no_grad():
+                self.model(batch[0].to(self.device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {"inner_losses": found}
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> dict[str, float]:
+def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device, ranks: Ranks = Ranks()) -> dict[str, float]:
     """Accuracy of a model in eval mode.
 
     Args:
         model: images (B, 3, H, W) -> logits (B, num_classes).
-        batches: images and integer targets.
+        batches: images and integer targets; on several ranks each one's share.
         device: where the model lies.
+        ranks: over which the counts are added up.
 
     Returns:
         `val_loss`, `top1_percent`, `top5_percent` and `images`, the number of images seen.
@@ -79,9 +114,10 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
         top1 += int(ranked[:, 0].sum())
         top5 += int(ranked.any(dim=1).sum())
         images_seen += len(targets)
+    loss, top1, top5, images_seen = ranks.sum([loss, top1, top5, images_seen])
     return {
         "val_loss": loss / images_seen,
         "top1_percent": 100 * top1 / images_seen,
         "top5_percent": 100 * top5 / images_seen,
-        "images": images_seen,
+        "images": int(images_seen),
     }

@@ -1,5 +1,6 @@
 """The loop on a small real task: what it computes, and that a stopped run ends where an uninterrupted one does."""
 
+import contextlib
 import csv
 import math
 import os
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from repro.core.errors import Interrupted, RunError, UserError
-from repro.engine.checkpoint import Checkpointer
+from repro.core.ranks import Ranks
+from repro.engine.checkpoint import Checkpointer, set_rng_state
+from repro.engine.guard import diagnose, load_dump
 from repro.engine.loop import fit, write_curve
 from repro.engine.optim import build_optimizer, build_schedule
-from repro.engine.params import OptimParams
+from repro.engine.params import LoopParams, OptimParams
 
 
 class Regression:
@@ -25,7 +28,7 @@ class Regression:
     def __init__(self, before_step=lambda number: None):
         torch.manual_seed(3)
         np.random.seed(3)
-        self.model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.model = self.network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1))
         self.before_step, self.number = before_step, 0
 
     def batches(self, epoch, start):
@@ -39,33 +42,42 @@ class Regression:
         self.number += 1
         x, y = batch
         noise = float(np.random.rand())
-        return {"loss": (self.model(x) - y - 0.1 * noise).square().mean(), "noise": torch.tensor(noise)}
+        return {"loss": (self.network(x) - y - 0.1 * noise).square().mean(), "noise": torch.tensor(noise)}
 
-    def evaluate(self):
-        assert not self.model.training
+    def split(self, batch, parts):
+        return list(zip(*(x.chunk(parts) for x in batch), strict=True))
+
+    def evaluate(self, model):
+        assert not model.training
         with torch.no_grad():
-            return {"val_loss": float(self.model(torch.ones(1, 4)).square())}
+            return {"val_loss": float(model(torch.ones(1, 4)).square())}
+
+    def describe(self, epoch, number):
+        return [f"{epoch}/{number}/{i}" for i in range(self.batch_size)]
+
+    def inspect(self, batch):
+        return {"largest": float(batch[0].abs().max())}
 
 
 OPTIM = OptimParams(lr=0.02, lr_batch_size=8, warmup_epochs=1, weight_decay=0.1)
 
 
-def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lambda line: None, optim=OPTIM):
+def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lambda line: None, optim=OPTIM, returned=None, **more):
     task = task or Regression()
-    curve = fit(
+    snapshots = snapshots if snapshots is not None else []
+    state, evaluated = fit(
         task,
         optim,
-        epochs=epochs,
-        evaluate_every=2,
+        LoopParams(epochs=epochs, evaluate_every=2, save_every_steps=save_every, log_every_steps=100, **more),
         device=torch.device("cpu"),
-        precision="fp32",
+        ranks=Ranks(),
         checkpointer=Checkpointer(folder, log),
-        save_every_steps=save_every,
-        log_every_steps=100,
-        snapshot=(snapshots if snapshots is not None else []).append,
+        snapshot=lambda epoch, model: snapshots.append(epoch),
         log=lambda line: None,
     )
-    return task.model.state_dict(), curve
+    if returned is not None:
+        returned.append(state)
+    return evaluated.state_dict(), state.curve
 
 
 class Killed(BaseException):
@@ -128,17 +140,150 @@ def test_only_damaged_states_are_an_error(tmp_path):
         train(tmp_path)
 
 
-def test_a_non_finite_loss_stops_and_keeps_the_state_before_it(tmp_path):
-    class Diverging(Regression):
-        def loss(self, batch):
-            losses = super().loss(batch)
-            return {"loss": losses["loss"] * (math.nan if self.number == 7 else 1)}
+class Diverging(Regression):
+    """One target of the batches of these steps, counted from 1, is not finite."""
 
-    with pytest.raises(RunError, match="step 7: loss is nan"):
-        train(tmp_path, Diverging())
+    def __init__(self, bad, value=math.nan):
+        super().__init__()
+        self.bad, self.value = bad, value
+
+    def batches(self, epoch, start):
+        for number, (x, y) in enumerate(super().batches(epoch, start), epoch * self.steps_per_epoch + start + 1):
+            if number in self.bad:
+                y[0] = self.value
+            yield x, y
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_steps_that_are_not_finite_are_skipped_and_counted_apart(tmp_path, value):
+    """Weights: those of a run whose optimiser never saw these steps. Means: over the finite ones."""
+    task, states = Diverging({3, 8, 9}, value), []
+    weights, curve = train(tmp_path / "a", task, returned=states, epochs=2)
+    assert states[0].bad_steps == 3 and all(torch.isfinite(x).all() for x in weights.values())
+
+    by_hand = Regression()
+    optimizer = build_optimizer(by_hand.model, OPTIM, 8)
+    schedule = build_schedule(optimizer, OPTIM, 8, 2, 5)
+    means = []
+    for epoch in range(2):
+        losses = []
+        for number, batch in enumerate(by_hand.batches(epoch, 0)):
+            optimizer.zero_grad()
+            loss = by_hand.loss(batch)["loss"]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(by_hand.model.parameters(), 5.0)
+            if 5 * epoch + number + 1 not in {3, 8, 9}:
+                optimizer.step()
+                losses.append(loss.item())
+            schedule.step_update(5 * epoch + number + 1)
+        means.append(np.mean(losses))
+    assert all(torch.equal(weights[name], value) for name, value in by_hand.model.state_dict().items())
+    assert [row["train_loss"] for row in curve] == pytest.approx(means, rel=1e-6)
+
+
+def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
+    with pytest.raises(RunError, match=r"step 8: loss or gradient not finite, 3 steps in a row; .*--replay-bad-step"):
+        train(tmp_path, Diverging({2, 3, 6, 7, 8}), max_bad_steps=3)
     saved = Checkpointer(tmp_path, lambda line: None).restore()
-    assert saved["run"]["step"] == 6
+    assert saved["run"]["step"] == 6 and saved["run"]["bad_in_a_row"] == 1
     assert all(torch.isfinite(value).all() for value in saved["model"].values())
+
+    dump = load_dump(tmp_path / "bad_step_000000008.pt")
+    (seen,) = dump["ranks"]
+    assert (dump["step"], dump["epoch"], dump["number"], dump["world_size"]) == (7, 1, 2, 1)
+    assert seen["batch"][0] == "1/2/0" and math.isnan(seen["statistics"]["loss"])
+    again = Diverging({8})
+    again.model.load_state_dict(dump["model"])
+    again.model.train()
+    set_rng_state(seen["rng"])
+    found = diagnose(again, next(again.batches(1, 2)), contextlib.nullcontext())
+    assert found["outputs"] == seen["statistics"]["outputs"] and found["own"] == {"largest": seen["statistics"]["own"]["largest"]}
+    assert set(found["gradients"]) == {name for name, _ in again.model.named_parameters()}
+
+
+def test_diagnosis_names_the_layer_by_hand():
+    task = Regression()
+    with torch.no_grad():
+        task.model[0].weight.fill_(1.0)
+        task.model[0].bias.fill_(0.5)
+        task.model[1].weight[3] = math.inf
+    task.model.eval()
+    found = diagnose(task, (torch.ones(2, 4), torch.zeros(2, 1)), contextlib.nullcontext())
+    assert found["outputs"]["0"] == {"absmax": 4.5, "mean": 4.5, "not_finite": 0}
+    assert found["first_not_finite"] == "1" and found["outputs"]["1"]["not_finite"] == 2
+    assert found["gradients"]["3.weight"]["not_finite"] > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", None])
+def test_what_is_no_dump_says_so(tmp_path, content):
+    if content is not None:
+        (tmp_path / "dump.pt").write_bytes(content)
+    with pytest.raises(UserError, match="no such file" if content is None else "is no dump of a bad step"):
+        load_dump(tmp_path / "dump.pt")
+
+
+def test_accumulation_is_the_whole_batch(tmp_path):
+    """Without dropout and noise: 1, 2 and 4 parts give the same gradients up to rounding, in fp64."""
+
+    class Plain(Regression):
+        def __init__(self):
+            super().__init__()
+            self.model = self.network = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1)).double()
+
+        def loss(self, batch):
+            x, y = (t.double() for t in batch)
+            return {"loss": (self.network(x) - y).square().mean()}
+
+        def evaluate(self, model):
+            return {}
+
+    runs = [train(tmp_path / str(parts), Plain(), accumulate=parts)[0] for parts in (1, 2, 4)]
+    for other in runs[1:]:
+        assert all((runs[0][name] - other[name]).abs().max() < 1e-12 for name in other)
+
+
+def test_moving_average_by_hand(tmp_path):
+    """w ← decay·w + (1 − decay)·model after each step, from the weights at the start; it is what is returned and resumed."""
+    seen = []
+
+    class Watched(Regression):
+        def loss(self, batch):
+            seen.append([p.detach().clone() for p in self.model.parameters()])
+            return super().loss(batch)
+
+    task = Watched()
+    averaged, _ = train(tmp_path / "a", task, ema_decay=0.9)
+    seen.append([p.detach().clone() for p in task.model.parameters()])
+    expected = seen[0]
+    for weights in seen[1:]:
+        expected = [0.9 * e + 0.1 * w for e, w in zip(expected, weights, strict=True)]
+    names = [name for name, _ in task.model.named_parameters()]
+    for name, e in zip(names, expected, strict=True):
+        torch.testing.assert_close(averaged[name], e)
+    with pytest.raises(Killed):
+        train(tmp_path / "b", Regression(kill_at(9)), ema_decay=0.9)
+    resumed, _ = train(tmp_path / "b", ema_decay=0.9)
+    assert all(torch.equal(averaged[name], resumed[name]) for name in averaged)
+
+
+def test_fp16_lowers_its_scale_where_gradients_overflow(tmp_path):
+    """The first steps are skipped until the scale fits; the run then learns, and a stopped one continues with its scale."""
+    weights, curve = train(tmp_path / "a", Loud(), precision="fp16", epochs=4)
+    with pytest.raises(Killed):
+        train(tmp_path / "b", Loud(kill_at(11)), precision="fp16", epochs=4)
+    saved = Checkpointer(tmp_path / "b", lambda line: None).restore()
+    assert 0 < saved["run"]["bad_steps"] < 10 and saved["scaler"]["scale"] < 2.0**16
+    resumed, resumed_curve = train(tmp_path / "b", Loud(), precision="fp16", epochs=4)
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights) and curve == resumed_curve
+    assert all(torch.isfinite(x).all() for x in weights.values())
+
+
+class Loud(Regression):
+    """A loss so large that its gradient, scaled by 2¹⁶, is no fp16 number."""
+
+    def loss(self, batch):
+        losses = super().loss(batch)
+        return {**losses, "loss": 30 * losses["loss"]}
 
 
 def test_curve_means_snapshots_and_evaluations(tmp_path):

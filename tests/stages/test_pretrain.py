@@ -1,8 +1,11 @@
 """`repro pretrain` and `repro evaluate` as a user runs them: results, interruption, and every wrong input as one line."""
 
+import contextlib
 import csv
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +96,82 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and err == f"repro: {folder}: holds the state of another model; remove the folder to start anew\n"
+
+
+TWO = [sys.executable, "-m", "repro", "pretrain", "--cell", "nano", "--gpus", "2"]
+
+
+def test_two_processes_stopped_and_continued(checkout, tmp_path):
+    """Under torchrun with gloo: killed at any moment, then by a signal, the run ends with the bits of an uninterrupted one."""
+    whole = tmp_path / "whole"
+    subprocess.run(["cp", "-a", str(checkout), str(whole)], check=True)
+    subprocess.run(TWO, cwd=whole, check=True, timeout=180, capture_output=True)
+    identity = json.loads((whole / CELL / "metrics.json").read_text())["identity"]
+    assert identity["device"].endswith(", 2 processes")
+
+    process = subprocess.Popen(TWO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_state(process, 1)
+    for pid in children(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    assert not WEIGHTS.exists()
+
+    process = subprocess.Popen(TWO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_state(process, 2)
+    process.terminate()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 143 and "every process has saved its state" in err
+    refused = subprocess.run(COMMAND, capture_output=True, text=True)
+    assert refused.returncode == 2 and "was stopped with 2 process(es) and is continued with 1" in refused.stderr
+    done = subprocess.run(TWO, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0 and "continuing after step" in done.stdout, done.stderr[-2000:]
+    assert WEIGHTS.read_bytes() == (whole / WEIGHTS).read_bytes()
+
+
+def wait_for_state(process, many):
+    deadline = time.monotonic() + 120
+    seen = set()
+    while len(seen) < many:
+        assert process.poll() is None and time.monotonic() < deadline
+        seen |= {path.name for path in Path(".runs").glob("pretrain/nano-*/step_*.pt")}
+        time.sleep(0.01)
+
+
+def children(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                child = int(stat.parent.name)
+                found += [*children(child), child]
+    return found
+
+
+def test_other_data_under_a_stopped_run_is_refused(checkout):
+    process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL)
+    wait_for_state(process, 1)
+    process.kill()
+    process.wait()
+    shutil.rmtree("data/digits")
+    edit("val_fraction: 0.2, seed: 0", "val_fraction: 0.2, seed: 1")
+    subprocess.run([sys.executable, "-m", "repro", "prepare-data", "--cell", "digits"], check=True, capture_output=True)
+    done = subprocess.run(COMMAND, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "changed since this run began" in done.stderr
+
+
+def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, repro_cli):
+    edit("epochs: 2", "epochs: 2\n    max_bad_steps: 2", "lr: 0.003, lr_batch_size: 128", "lr: 1.0e+30, lr_batch_size: 128, clip_grad_norm: null")
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 1 and "2 steps in a row" in err and err.count("\n") == 1
+    (dump,) = Path(".runs").rglob("bad_step_*.pt")
+    code, out, err = repro_cli("pretrain", "--cell", "nano", "--replay-bad-step", str(dump))
+    assert code == 0, err
+    assert re.search(r"first output that is not finite: (?!none)", out) and "images: digit_" in out and "inner loss of blocks.0.mixer" in out
+    code, _, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
+    assert code == 2 and "needs the --cell" in err
 
 
 def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):

@@ -1,0 +1,140 @@
+"""The processes of one training run, as torchrun starts them: who this one is, and what all of them agree on.
+
+Without torchrun there is one process, nothing is initialised, and every function below is the plain thing.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .errors import Interrupted, RunError, UserError
+
+TIMEOUT_MINUTES = 10.0
+RESTARTS = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among those that train together: `rank` of `world_size`, the `local_rank`-th of its machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def share(self, total: int, what: str) -> int:
+        """A total divided by the number of processes.
+
+        Raises:
+            UserError: it does not divide.
+        """
+        if total % self.world_size:
+            raise UserError(f"{what}: {total} does not divide by {self.world_size} processes; choose one of --gpus that divides it")
+        return total // self.world_size
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank; one exchange for all."""
+        if self.world_size == 1:
+            return list(flags)
+        return [value > 0 for value in self.sum([float(flag) for flag in flags])]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """For each value, its sum over the ranks, in fp64."""
+        if self.world_size == 1:
+            return list(values)
+        import torch
+        import torch.distributed as dist
+
+        device = f"cuda:{self.local_rank}" if dist.get_backend() == "nccl" else "cpu"
+        together = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(together)
+        return together.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in their order, on rank 0; an empty list on the others. Small picklable values."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        found: list[Any] | None = [None] * self.world_size if self.first else None
+        dist.gather_object(value, found)
+        return found or []
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+
+        holder = [value]
+        dist.broadcast_object_list(holder)
+        return holder[0]
+
+
+def launch(processes: int, arguments: list[str]) -> None:
+    """Run `repro ARGUMENTS` in so many processes of this machine under torchrun, and end as it ends.
+
+    A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the last saved
+    state. SIGINT and SIGTERM are handed on: every process finishes its step and saves.
+
+    Raises:
+        Interrupted: a signal ended it. RunError: it failed.
+    """
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}"]
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    # a session of its own: a Ctrl-C in the terminal reaches it through us alone, and once
+    child = subprocess.Popen([*run, "-m", "repro", *arguments], start_new_session=True)
+    try:
+        while child.poll() is None:
+            if received:
+                child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=60 if received else 0.5)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise Interrupted(received[0], "every process has saved its state")
+    if child.returncode:
+        raise RunError(f"torchrun ended with code {child.returncode}; the first error above says why")
+
+
+@contextlib.contextmanager
+def joined(device_type: str) -> Iterator[Ranks]:
+    """The ranks of this run, their process group open meanwhile: NCCL for `cuda`, gloo for `cpu`.
+
+    Raises:
+        UserError: torchrun's variables are there in part, or name more processes than this machine has GPUs.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if "WORLD_SIZE" not in given:
+        yield Ranks()
+        return
+    if len(given) < len(names):
+        raise UserError(f"torchrun's variables {', '.join(set(names) - set(given))} are missing; start with --gpus N or torchrun")
+    import torch
+    import torch.distributed as dist
+
+    ranks = Ranks(rank=int(given["RANK"]), world_size=int(given["WORLD_SIZE"]), local_rank=int(given["LOCAL_RANK"]))
+    if device_type == "cuda":
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise UserError(f"process {ranks.local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}")
+        torch.cuda.set_device(ranks.local_rank)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MINUTES))
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""Several processes: what they compute is what one computes, and what they agree on. Real gloo processes under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro.core.errors import UserError
+from repro.core.ranks import Ranks, joined
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def start(command, **environment):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+
+
+def test_two_ranks_compute_what_one_does(tmp_path):
+    """2 × batch 32 against 1 × batch 64 in fp64: the averaged gradients of the first step and the losses of five steps."""
+    program = str(Path(__file__).parent / "program.py")
+    seen = []
+    for name, command in (("one", [sys.executable]), ("two", [*TORCHRUN, "--nproc-per-node=2"])):
+        (tmp_path / name).mkdir()
+        done = start([*command, program, str(tmp_path / name)])
+        assert done.returncode == 0, done.stderr[-3000:]
+        seen.append(torch.load(tmp_path / name / "seen.pt"))
+    one, two = seen
+    assert len(one["losses"]) == 5 and one["losses"] == pytest.approx(two["losses"], abs=1e-10)
+    for parameter, gradient in one["gradients"].items():
+        assert (gradient - two["gradients"][parameter]).abs().max() < 1e-10, parameter
+        assert gradient.abs().max() > 0, parameter
+
+
+AGREE = """
+import sys
+from repro.core.ranks import joined
+with joined("cpu") as ranks:
+    assert ranks.any(ranks.rank == 1, False) == [True, False]
+    assert ranks.sum([1.0, ranks.rank]) == [2.0, 1.0]
+    assert ranks.gather(ranks.rank * 10) == ([0, 10] if ranks.first else [])
+    assert ranks.from_first({"rank": ranks.rank}) == {"rank": 0}
+    if sys.argv[1] == "fail" and ranks.rank == 1:
+        sys.exit(3)
+    ranks.sum([0.0])
+"""
+
+
+def test_what_ranks_agree_on(tmp_path):
+    (tmp_path / "agree.py").write_text(AGREE)
+    done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "agree.py"), "finish"])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_failed_rank_ends_all(tmp_path):
+    """The other one waits in an exchange that will never come."""
+    (tmp_path / "agree.py").write_text(AGREE)
+    done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "agree.py"), "fail"])
+    assert done.returncode == 1
+
+
+def test_alone_everything_is_the_plain_thing():
+    with joined("cpu") as ranks:
+        assert ranks == Ranks() and ranks.first
+    assert ranks.any(True, False) == [True, False] and ranks.sum([2.5]) == [2.5]
+    assert ranks.gather("x") == ["x"] and ranks.from_first("x") == "x"
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(UserError, match="pretrain.a.batch_size: 64 does not divide by 3 processes"):
+        Ranks(world_size=3).share(64, "pretrain.a.batch_size")
+
+
+def test_half_of_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="RANK.* missing; start with --gpus N or torchrun"), joined("cpu"):
+        pass
