@@ -54,3 +54,8 @@ def main() -> None:
             raise
         print(f"repro: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
+        if os.environ.get("REPRO_DEBUG") or error.filename is None:
+            raise
+        print(f"repro: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(RunError.exit_code)

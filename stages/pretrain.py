@@ -1,6 +1,7 @@
 """`repro pretrain`: train a classifier from scratch (Table 1; on the embedded digits in the mini profile)."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import time
@@ -96,7 +97,7 @@ def state_folder(params: PretrainParams, paths: Paths, cell: str) -> Path:
 
 
 def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks = Ranks()) -> None:
-    """Train one cell and write results/pretrain/<cell>/{weights.safetensors, snapshots/, curve.csv, metrics.json, run.json}.
+    """Train one cell and write results/pretrain/<cell>/{weights.safetensors, snapshots/, recipe.json, curve.csv, metrics.json, run.json}.
 
     Raises:
         UserError: data, model name, options or number of processes that do not fit, or the state of a run on other data, before
@@ -104,8 +105,10 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     """
     from repro.engine.checkpoint import Checkpointer
     from repro.engine.loop import fit, write_curve
+    from repro.engine.watch import Watch
     from repro.models.registry import family_module, kernel_backend
     from repro.models.weights import save_weights
+    from repro.tasks import recipe
 
     started = time.monotonic()
     made = _Made.of(params, paths, runtime, cell, ranks)
@@ -120,11 +123,26 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
         if epoch in params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **made.described)
 
+    backend = kernel_backend(made.task.model, made.dtype)
+    facts = {"world_size": ranks.world_size, "micro_batch": params.batch_size // ranks.world_size // made.settings.accumulate}
+    facts |= {"accumulate": made.settings.accumulate, "device": device_label(made.device), "dtype": made.settings.precision}
+    asked = dataclasses.asdict(params)
+    resolved = recipe.resolve(asked, **facts, backend=backend, train_images=len(made.task.train.dataset))
+    departures = recipe.departures(asked, resolved)
+    if ranks.first:
+        print("\n".join(recipe.lines(resolved, departures)), flush=True)
     checkpointer = Checkpointer(state)
+    watch = functools.partial(
+        Watch, paths.logs("pretrain", cell), device=made.device, jsonl=runtime.jsonl, tensorboard=runtime.tensorboard,
+        flop_per_image=made.flop_per_image() if runtime.peak_tflops else None,
+        peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12, every=runtime.log_every_steps,
+        world_size=ranks.world_size, rank=ranks.rank,
+    )  # fmt: skip
     try:
         done, model = fit(
-            made.task, params.optim, made.settings, device=made.device, ranks=ranks, checkpointer=checkpointer, snapshot=snapshot
-        )
+            made.task, params.optim, made.settings, device=made.device, ranks=ranks, checkpointer=checkpointer, snapshot=snapshot,
+            watch=lambda step: watch(resumed_step=step),
+        )  # fmt: skip
     finally:
         made.task.train.close()
         made.task.val.close()
@@ -135,6 +153,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     shutil.rmtree(folder / "snapshots", ignore_errors=True)
     shutil.copytree(snapshots, folder / "snapshots")
     write_curve(folder / "curve.csv", done.curve)
+    write_json(folder / "recipe.json", {"recipe": resolved, "departures_from_the_paper": departures})
     last = done.curve[-1]
     metrics = {
         "model": params.model,
@@ -160,7 +179,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
         data_manifest=made.manifest_path,
         device=device_label(made.device) + (f", {ranks.world_size} processes" if ranks.world_size > 1 else ""),
         dtype=made.settings.precision,
-        backend=kernel_backend(model, made.dtype),
+        backend=backend,
     )
     write_record(folder, metrics, identity, time.monotonic() - started)
     checkpointer.clear()
@@ -215,6 +234,17 @@ class _Made:
     kind: str
     manifest_path: Path
     described: dict[str, Any]
+
+    def flop_per_image(self) -> float:
+        """FLOP of a forward pass, twice its multiply-adds, counted on one image."""
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+
+        image = self.task.train.dataset[(0, 0)][0].unsqueeze(0).to(self.device)
+        model = self.task.model.eval()
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            model(image)
+        return counter.get_total_flops()
 
     @classmethod
     def of(cls, params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks) -> "_Made":

@@ -41,6 +41,10 @@ class Paths:
         """`.runs/<stage>/<cell>-<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
         return self.root / ".runs" / stage / f"{cell}-{key}"
 
+    def logs(self, stage: str, cell: str) -> Path:
+        """`.runs/logs/<stage>/<cell>`: what a run says while it goes, kept when it is done."""
+        return self.root / ".runs" / "logs" / stage / cell
+
 
 def find_root(start: Path | None = None) -> Paths:
     """The nearest folder at or above `start` (default: the working directory) that holds params.yaml and dvc.yaml.

@@ -24,6 +24,8 @@ class Runtime:
         micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is larger is cut
             into parts whose gradients are averaged, so that the total batch is the one of the section whatever the GPUs are.
         compile: `torch.compile` for training. channels_last: memory format of weights and images.
+        peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the share out.
+        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/train.jsonl; TensorBoard events there.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
         data_roots: data set kind -> folder.
@@ -35,6 +37,9 @@ class Runtime:
     micro_batch: int | None = bounded(None, ge=1)
     compile: bool = False
     channels_last: bool = False
+    peak_tflops: float | None = bounded(None, gt=0)
+    jsonl: bool = False
+    tensorboard: bool = False
     save_every_steps: int = bounded(200, ge=1)
     log_every_steps: int = bounded(10, ge=1)
     data_roots: dict[str, str]

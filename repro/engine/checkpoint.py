@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import UserError
+from ..core.errors import RunError, UserError
 from ..core.record import atomic
 
 _NAME = re.compile(r"^step_(\d{9})\.([0-9a-f]{16})\.pt$")
@@ -35,13 +35,21 @@ class Checkpointer:
         self.folder, self.log = folder, log
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step` finished steps and drop generations beyond the newest two."""
+        """Write the state after `step` finished steps and drop generations beyond the newest two.
+
+        Raises:
+            RunError: it cannot be written; earlier states are as they were.
+        """
         buffer = io.BytesIO()
         torch.save(state, buffer)
         content = buffer.getbuffer()
         digest = hashlib.sha256(content).hexdigest()[:16]
-        with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
-            temporary.write_bytes(content)
+        try:
+            with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
+                temporary.write_bytes(content)
+        except OSError as error:  # the disk is full, mostly
+            kept = f"the state after step {self._files()[0][0]} is intact" if self._files() else "no earlier state is there"
+            raise RunError(f"{self.folder}: the state after step {step} cannot be written: {error.strerror}; {kept}") from None
         for _, old in self._files()[GENERATIONS:]:
             old.unlink()
 

@@ -24,6 +24,7 @@ from .guard import Guard
 from .optim import build_optimizer, build_schedule
 from .params import LoopParams, OptimParams
 from .progress import Progress
+from .watch import Watch
 
 
 class Task(Protocol):
@@ -75,6 +76,7 @@ def fit(
     ranks: Ranks,
     checkpointer: Checkpointer,
     snapshot: Callable[[int, nn.Module], None],
+    watch: Callable[[int], Watch],
     log: Callable[[str], None] = print,
 ) -> tuple[RunState, nn.Module]:
     """Train from the start or from where an earlier call stopped.
@@ -87,6 +89,7 @@ def fit(
         ranks: the processes that train together; rank 0 writes.
         checkpointer: where state is kept between steps.
         snapshot: called on rank 0 with the number of finished epochs, 0 before the first step, and the model that is evaluated.
+        watch: makes what watches the steps, from the number of steps that an earlier process finished.
         log: takes plain lines.
 
     Returns:
@@ -105,11 +108,11 @@ def fit(
     schedule.step_update(state.step)
     if state.step == 0 and ranks.first:
         snapshot(0, parts.evaluated)
-    with catch_signals() as received, Progress(total, state.step, settings.log_every_steps, log, shown=ranks.first) as progress:
+    with catch_signals() as received, Progress(total, state.step, log, shown=ranks.first) as progress, watch(state.step) as watched:
         while state.step < total:
             epoch, start = divmod(state.step, task.steps_per_epoch)
             task.model.train()
-            for number, batch in enumerate(task.batches(epoch, start), start):
+            for number, batch in enumerate(_waited(task.batches(epoch, start), watched), start):
                 guard.remember()
                 numbers = forward_backward(task, parts, batch, settings.accumulate, optim.clip_grad_norm)
                 bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
@@ -117,18 +120,22 @@ def fit(
                 if guard.judge(not bad):
                     guard.dump(task, batch, step=state.step, epoch=epoch, number=number, autocast=parts.autocast(), ranks=ranks)
                 _count(state, guard, numbers)
+                rate = parts.optimizer.param_groups[0]["lr"]
+                images = task.batch_size // ranks.world_size
+                progress.update(state.step, watched.step(state.step, epoch, numbers, rate, images, skipped=bad))
                 schedule.step_update(state.step)
-                progress.update(state.step, numbers["loss"], task.batch_size)
                 # the last step of an epoch is saved once its evaluation is in the curve
                 if state.step % task.steps_per_epoch and (stop or state.step % settings.save_every_steps == 0):
-                    _save(checkpointer, state, parts, ranks)
+                    with watched.paused():
+                        _save(checkpointer, state, parts, ranks)
                     _stop_if(stop, received, state.step)
-            evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
-            _end_epoch(task, state, parts, ranks, epoch + 1, evaluate)
-            if ranks.first:
-                snapshot(epoch + 1, parts.evaluated)
-            progress.report(state.curve[-1])
-            _save(checkpointer, state, parts, ranks)
+            with watched.paused():
+                evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
+                _end_epoch(task, state, parts, ranks, epoch + 1, evaluate)
+                if ranks.first:
+                    snapshot(epoch + 1, parts.evaluated)
+                progress.report(state.curve[-1])
+                _save(checkpointer, state, parts, ranks)
             _stop_if(ranks.any(bool(received))[0], received, state.step)
     return state, parts.evaluated
 
@@ -236,6 +243,16 @@ def write_curve(path: Path, curve: list[dict[str, float]]) -> None:
     writer.writeheader()
     writer.writerows({name: f"{value:.8g}" for name, value in row.items()} for row in curve)
     write_text(path, text.getvalue())
+
+
+def _waited(batches: Iterator[Any], watched: Watch) -> Iterator[Any]:
+    """The batches, with the time of waiting for each counted."""
+    while True:
+        with watched.waiting():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _stop_if(stop: bool, received: list[int], step: int) -> None:

@@ -1,7 +1,6 @@
 """How a run looks: a rich progress bar on a terminal, plain lines in a log."""
 
 import sys
-import time
 from collections.abc import Callable
 
 
@@ -11,16 +10,14 @@ class Progress:
     Args:
         total: steps of the whole run.
         done: steps that were finished before.
-        every: steps between updates.
         log: takes plain lines where there is no terminal.
         shown: False on all ranks but the first.
     """
 
-    def __init__(self, total: int, done: int, every: int, log: Callable[[str], None], shown: bool = True):
-        self.total, self.done, self.every, self.shown = total, done, every, shown
+    def __init__(self, total: int, done: int, log: Callable[[str], None], shown: bool = True):
+        self.total, self.done, self.shown = total, done, shown
         self.log = log if shown else lambda line: None
         self.bar = self.task = None
-        self.since, self.images = time.perf_counter(), 0
 
     def __enter__(self) -> "Progress":
         if self.shown and sys.stderr.isatty():
@@ -38,14 +35,15 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def update(self, step: int, loss: float, images: int) -> None:
-        """Count a finished step of `images` images."""
-        self.images += images
-        if step % self.every and step != self.total:
+    def update(self, step: int, window: dict[str, float] | None) -> None:
+        """Show what `Watch.step` returned after this many steps: the means of the steps since it last returned any."""
+        if window is None:
             return
-        now = time.perf_counter()
-        speed, self.since, self.images = self.images / (now - self.since), now, 0
-        text = f"loss {loss:.4f}, {speed:.0f} img/s"
+        loss = f"loss {window['loss']:.4f}" if "loss" in window else "no finite loss"
+        text = f"{loss}, {window['img_per_s']:.0f} img/s, waited {window['data_wait_percent']:.0f} % for data"
+        text += f", {window['skip_rate_percent']:.0f} % of the steps skipped" if window["skip_rate_percent"] else ""
+        text += f", {window['mfu_percent']:.0f} % of the peak" if "mfu_percent" in window else ""
+        text += f", {window['peak_memory_mib']:.0f} MiB" if "peak_memory_mib" in window else ""
         if self.bar is not None:
             self.bar.update(self.task, completed=step, description=text)
         else:

@@ -11,6 +11,7 @@ from repro.data.loader import TrainOrder
 from repro.engine.checkpoint import Checkpointer
 from repro.engine.loop import fit
 from repro.engine.params import LoopParams, OptimParams
+from repro.engine.watch import Watch
 from repro.models.registry import build_model
 
 BATCH, STEPS = 64, 5
@@ -51,7 +52,9 @@ if __name__ == "__main__":
         optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
         fit(
             task, optim, LoopParams(epochs=1), device=torch.device("cpu"), ranks=ranks,
-            checkpointer=Checkpointer(folder / "state", lambda line: None), snapshot=lambda epoch, model: None, log=lambda line: None,
+            checkpointer=Checkpointer(folder / "state", lambda line: None), snapshot=lambda epoch, model: None,
+            watch=lambda step: Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, world_size=ranks.world_size, rank=ranks.rank),
+            log=lambda line: None,
         )  # fmt: skip
         if ranks.first:
             torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

@@ -18,6 +18,7 @@ from repro.engine.guard import diagnose, load_dump
 from repro.engine.loop import fit, write_curve
 from repro.engine.optim import build_optimizer, build_schedule
 from repro.engine.params import LoopParams, OptimParams
+from repro.engine.watch import Watch
 
 
 class Regression:
@@ -73,6 +74,7 @@ def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lamb
         ranks=Ranks(),
         checkpointer=Checkpointer(folder, log),
         snapshot=lambda epoch, model: snapshots.append(epoch),
+        watch=lambda step: Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100),
         log=lambda line: None,
     )
     if returned is not None:
