@@ -21,7 +21,7 @@ VERBS = {
     "doctor": "doctor",
     "plan": "plan",
 }
-GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data"}
+GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data", "selftest": "selftest"}
 
 app = typer.Typer(
     name="repro",

@@ -1,124 +1,416 @@
-"""`repro evaluate`: accuracy of any registered model on a prepared data set, at any resolution."""
+"""`repro evaluate`: accuracy of any registered model, or of published weights, on a prepared data set, at any resolutions."""
 
+import contextlib
+import csv
 import dataclasses
 import hashlib
+import io
+import math
+import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
-from repro.core.errors import UserError
+from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import make_identity, write_record
+from repro.core.record import atomic, make_identity, write_record, write_text
 from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime
 from repro.data.settings import TransformSettings
+
+LIMIT_SEED = 0  # of the images that --limit draws: the same ones for every model
+CURVE = ("image_size", "top1_percent", "top5_percent", "val_loss", "images")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What an evaluation depends on beside the data: the model, its weights (a hash of the file, or `timm`), the transform."""
+    """What an evaluation depends on beside the data: model, weights (a file's hash, or `timm`), transform, share of the images."""
 
     model: str
     weights: str
     transform: TransformSettings
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for, beside the data; the fields are the command's options."""
+
+    weights: Path | None = None
+    models: tuple[str, ...] = ()
+    pretrained: bool = False
+    table1: bool = False
+    image_sizes: tuple[int, ...] = ()
+    batch_size: int = 64
+    limit: int | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One model with its weights.
+
+    Args:
+        name: what the record calls it; `model` is the registered name.
+        weights: first 16 hex digits of the file's SHA-256, or `timm`.
+        facts: what else the record says of them.
+        preprocessing: as timm names it; input_size is the one of the training.
+        sizes: image sides in pixels to evaluate at.
+        build: image side -> the model with its weights.
+    """
+
+    name: str
+    model: str
+    weights: str
+    facts: Mapping[str, Any]
+    preprocessing: Mapping[str, Any]
+    sizes: tuple[int, ...]
+    build: Callable[[int], Any]
 
 
 def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data`, e.g. digits or imagenet.")],
-    weights: Annotated[Path | None, typer.Option(help="A .safetensors file of this project; model and preprocessing come from it.")] = None,
-    model: Annotated[str | None, typer.Option(help="A registered name; with --weights it must be the file's.")] = None,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="With --model alone: timm's published weights for it.")] = False,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Side in pixels, where it is not the one of the training.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="A .safetensors file of this project; model and preprocessing come from it.")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "--models", help="A registered name; several with --pretrained; with --weights the file's."),
+    ] = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="With --model: timm's published weights, of ImageNet-1K alone where there are.")
+    ] = False,
+    table1: Annotated[
+        bool, typer.Option("--table1", help="Every model of Table 1 with published weights, at the table's size.")
+    ] = False,
+    image_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Side in pixels, where it is not the one of the training; several give a curve.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="A quick look at so many images, drawn with a fixed seed; no full score.")
+    ] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="bf16 and fp16 by autocast; the papers evaluate in fp32.")
+    ] = "fp32",
 ) -> None:
     """Measure top-1 and top-5 accuracy on the validation split; written under results/measured."""
     paths = find_root()
-    asked = {"data": data, "weights": weights, "model": model, "pretrained": pretrained, "image_size": image_size, "batch_size": batch_size}
-    run(paths, load_runtime(paths), **asked)
+    asked = Request(
+        weights=weights, models=tuple(model or ()), pretrained=pretrained, table1=table1, image_sizes=tuple(image_size or ()),
+        batch_size=batch_size, limit=limit, dtype=dtype,
+    )  # fmt: skip
+    run(paths, load_runtime(paths), data, asked)
 
 
-def run(
-    paths: Paths,
-    runtime: Runtime,
-    *,
-    data: str,
-    weights: Path | None,
-    model: str | None,
-    pretrained: bool,
-    image_size: int | None,
-    batch_size: int,
-) -> None:
-    """Evaluate, print one line, write results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json.
+def run(paths: Paths, runtime: Runtime, data: str, asked: Request) -> None:
+    """Evaluate each model at each size, print a line for each, and write the records.
+
+    results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json (a limit, and a dtype that is not fp32, end the
+    name); at several sizes also <model>_<data>_<weights>/curve.{csv,png}. Of several models, one that fails is a line on stderr.
 
     Raises:
-        UserError: nothing to evaluate, or weights, model, classes, image size and data that do not belong together.
+        UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.
+        RunError: weights that cannot be fetched, logits not finite, a GPU too small; of several models, after the last.
     """
     import torch
 
-    from repro.data.imagenet import ImageFolder, eval_transform
-    from repro.data.loader import EvalLoader
     from repro.data.manifest import open_root, read_manifest
-    from repro.models.registry import family_module, kernel_backend
-    from repro.models.weights import load_weights, read_metadata
-    from repro.tasks.classification import accuracy
 
-    started = time.monotonic()
-    if weights is not None and pretrained:
-        raise UserError("evaluate: --weights and --pretrained name two sets of weights; give one")
-    if weights is None and not (model and pretrained):
-        raise UserError("evaluate: an untrained model has no accuracy; give --weights FILE, or --model NAME --pretrained")
+    _check(asked)
     manifest_path = paths.cell("prepare_data", data) / "manifest.json"
     manifest = read_manifest(manifest_path)
+    if asked.limit is not None:
+        _check_limit(asked.limit, manifest.splits["val"].images)
     tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
+    subjects = list(_subjects(asked, tree.classes, data))
+    if asked.limit is not None:
+        tree = _some(tree, asked.limit)
     device = choose_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
-    if weights is not None:
-        metadata = read_metadata(weights)
-        name = model or metadata["model"]
-        network = _build(name, **(metadata["options"] if name == metadata["model"] else {}))
-        load_weights(weights, network, name=name)
-        if metadata["classes"] != list(tree.classes):
-            raise UserError(f"{weights}: was trained on other classes ({len(metadata['classes'])}) than {data} has ({len(tree.classes)})")
-        transform = TransformSettings.from_preprocessing(metadata["preprocessing"], image_size)
+    bench = _Bench(paths, runtime, data, manifest.kind, manifest_path, tree, device, asked)
+    failed = []
+    for subject in subjects:
+        try:
+            bench.evaluate(subject)
+        except (UserError, RunError) as error:
+            if len(subjects) == 1:
+                raise
+            failed.append(subject.name)
+            print(f"repro: {error}", file=sys.stderr, flush=True)
+    if failed:
+        raise RunError(f"evaluate: {len(failed)} of {len(subjects)} models were not evaluated: {', '.join(failed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """What all models of a call share."""
+
+    paths: Paths
+    runtime: Runtime
+    data: str
+    kind: str
+    manifest_path: Path
+    tree: Any
+    device: Any
+    asked: Request
+
+    def evaluate(self, subject: Subject) -> None:
+        """One model at all its sizes."""
+        if len(subject.sizes) > 1:  # a size that the model cannot take is found before hours go into the others
+            for size in subject.sizes:
+                self._try(subject, size)
+        rows = [self._at(subject, size) for size in subject.sizes]
+        if len(rows) > 1:
+            folder = self._folder(subject)
+            _write_curve(folder, rows, subject, self.data)
+            print(f"{subject.name} on {self.data}: curve in {folder.relative_to(self.paths.root)}")
+
+    def _folder(self, subject: Subject, size: int | None = None) -> Path:
+        parts = [subject.name, self.data, *([str(size)] if size else []), subject.weights[:8]]
+        parts += [f"limit{self.asked.limit}"] if self.asked.limit else []
+        parts += [self.asked.dtype] if self.asked.dtype != "fp32" else []
+        return self.paths.measured(device_slug(self.device)) / "evaluate" / "_".join(parts)
+
+    def _try(self, subject: Subject, size: int) -> None:
+        import torch
+
+        network = subject.build(size).to(self.device).eval()
+        with torch.inference_mode(), _one_line(subject.name, size):
+            network(torch.zeros(1, 3, size, size, device=self.device))
+
+    def _at(self, subject: Subject, size: int) -> dict[str, Any]:
+        import torch
+
+        from repro.data.imagenet import ImageFolder, eval_transform
+        from repro.data.loader import EvalLoader
+        from repro.models.registry import family_module, kernel_backend
+        from repro.tasks.classification import accuracy
+
+        started = time.monotonic()
+        asked, device = self.asked, self.device
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[asked.dtype]
+        network = subject.build(size).to(device).eval()
+        transform = TransformSettings.from_preprocessing(subject.preprocessing, size)
+        dataset = ImageFolder(self.tree, "val", eval_transform(transform))
+        loader = EvalLoader(dataset, batch_size=asked.batch_size, workers=self.runtime.workers, device=device)
+        watched = _Watched(loader, f"{subject.name} at {size}", len(dataset))
+        try:
+            with _one_line(subject.name, size), torch.autocast(device.type, dtype=dtype, enabled=asked.dtype != "fp32"):
+                numbers = accuracy(network, watched, device)
+        finally:
+            watched.close()
+            loader.close()
+        if not math.isfinite(numbers["val_loss"]):
+            raise RunError(f"{subject.name} at {size}: logits are not finite in {asked.dtype}; use --dtype fp32 or bf16")
+
+        about = {"model": subject.name, "data": self.kind, "weights": subject.weights, **subject.facts}
+        metrics = {**numbers, **about, "image_size": size, "train_image_size": subject.preprocessing["input_size"][-1]}
+        if asked.limit is not None:
+            metrics |= {"limit": asked.limit, "limit_seed": LIMIT_SEED}
+        identity = make_identity(
+            self.paths.root,
+            ["stages.evaluate", family_module(subject.model)],
+            Evaluated(model=subject.name, weights=subject.weights, transform=transform, limit=asked.limit),
+            data_manifest=self.manifest_path,
+            device=device_label(device),
+            dtype=asked.dtype,
+            backend=kernel_backend(network, dtype),
+        )
+        write_record(self._folder(subject, size), metrics, identity, time.monotonic() - started)
+        scores = f"top-1 {numbers['top1_percent']:.2f} %, top-5 {numbers['top5_percent']:.2f} %"
+        of = f"{numbers['images']} images" + (" (--limit: no full score)" if asked.limit else "")
+        tag = f" ({subject.facts['weights_tag']})" if "weights_tag" in subject.facts else ""
+        where = f"{subject.name}{tag} on {self.data} at {size}, {asked.dtype}"
+        print(f"{where}: {scores} of {of}, {watched.rate():.0f} img/s", flush=True)
+        return metrics
+
+
+def _check(asked: Request) -> None:
+    if asked.weights is not None and asked.pretrained:
+        raise UserError("evaluate: --weights and --pretrained name two sets of weights; give one")
+    if asked.table1 and (asked.weights is not None or asked.models):
+        raise UserError("evaluate: --table1 names its models and weights itself; leave --model and --weights out")
+    if asked.weights is None and not asked.table1 and not (asked.models and asked.pretrained):
+        raise UserError("evaluate: an untrained model has no accuracy; give --weights FILE, or --model NAME --pretrained")
+    if asked.weights is not None and len(asked.models) > 1:
+        raise UserError(f"evaluate: a weights file holds one model, {len(asked.models)} are named; give one --model or none")
+    for option, values in (("--model", asked.models), ("--image-size", asked.image_sizes)):
+        twice = [value for index, value in enumerate(values) if value in values[:index]]
+        if twice:
+            raise UserError(f"evaluate: {option} {twice[0]} is given twice")
+
+
+def _check_limit(limit: int, images: int) -> None:
+    from repro.data.manifest import IMAGENET_1K
+
+    if limit >= images:
+        raise UserError(f"evaluate: --limit {limit}: the validation split has {images} images; leave --limit out for all of them")
+    if limit == IMAGENET_1K.val:  # a larger set of one's own: the report knows a full score by this number
+        raise UserError(f"evaluate: --limit {limit} is the size of ImageNet-1K's own split and would be taken for it; give another")
+
+
+def _some(tree: Any, limit: int) -> Any:
+    """The tree with `limit` of its validation images, drawn without replacement, in their order."""
+    import numpy as np
+
+    files = tree.splits["val"]
+    chosen = np.sort(np.random.Generator(np.random.PCG64(LIMIT_SEED)).choice(len(files.names), limit, replace=False))
+    part = dataclasses.replace(files, **{f.name: getattr(files, f.name)[chosen] for f in dataclasses.fields(files)})
+    return dataclasses.replace(tree, splits={**tree.splits, "val": part})
+
+
+def _subjects(asked: Request, classes: tuple[str, ...], data: str) -> Iterator[Subject]:
+    """The models, found to fit the data; nothing is built or fetched yet."""
+    from repro.tasks.published import find_published, table1_models
+
+    if asked.weights is not None:
+        yield _from_file(asked, classes, data)
+        return
+    if asked.table1:
+        wanted, left_out = table1_models()
+        print("\n".join(f"left out: {', '.join(labels)}: {reason}" for reason, labels in left_out.items()), flush=True)
     else:
-        name, network = model, _build(model, pretrained=True, img_size=image_size)
-        transform = TransformSettings.from_preprocessing(network.pretrained_cfg, image_size)
-        if network.num_classes != len(tree.classes):
-            raise UserError(f"{model}: has {network.num_classes} classes, {data} has {len(tree.classes)}")
-    network.to(device).eval()
-    loader = EvalLoader(ImageFolder(tree, "val", eval_transform(transform)), batch_size=batch_size, workers=runtime.workers, device=device)
+        wanted = [(published, published.preprocessing["input_size"][-1]) for published in map(find_published, asked.models)]
+    for published, size in wanted:
+        if published.preprocessing["num_classes"] != len(classes):
+            has = published.preprocessing["num_classes"]
+            raise UserError(f"{published.full_name}: has {has} classes, {data} has {len(classes)}")
+        yield _from_timm(published, asked.image_sizes or (size,))
+
+
+def _from_timm(published: Any, sizes: tuple[int, ...]) -> Subject:
+    from repro.tasks.published import build_published
+
+    facts = {"options": {}, "weights_tag": published.tag, "weights_license": published.license}
+    if published.license is None:
+        facts["weights_license_reason"] = "timm's configuration states none"
+    return Subject(
+        name=published.record_name, model=published.model, weights="timm", facts=facts, preprocessing=published.preprocessing,
+        sizes=sizes, build=lambda size: build_published(published, size),
+    )  # fmt: skip
+
+
+def _from_file(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
+    from repro.models.registry import build_model
+    from repro.models.weights import load_weights, read_metadata
+
+    path = asked.weights
+    metadata = read_metadata(path)
+    name = asked.models[0] if asked.models else metadata["model"]
+    trained = metadata["preprocessing"]["input_size"][-1]
+
+    def build(size: int) -> Any:
+        try:
+            network = build_model(name, **(metadata["options"] if name == metadata["model"] else {}))
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UserError(f"evaluate: {error}") from None
+        load_weights(path, network, name=name)
+        if size != trained and hasattr(network, "set_input_size"):  # timm's models of one size: resamples position embeddings
+            with _one_line(name, size):
+                network.set_input_size(img_size=(size, size))
+        return network
+
+    if name != metadata["model"]:
+        build(trained)  # says what does not fit
+    if metadata["classes"] != list(classes):
+        raise UserError(f"{path}: was trained on other classes ({len(metadata['classes'])}) than {data} has ({len(classes)})")
+    # which weights: two files of one model, or two variants of it, are two results
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    options = {k: v for k, v in metadata["options"].items() if k not in ("num_classes", "img_size")}
+    return Subject(
+        name=name, model=name, weights=digest, facts={"options": options}, preprocessing=metadata["preprocessing"],
+        sizes=asked.image_sizes or (trained,), build=build,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _one_line(name: str, size: int) -> Iterator[None]:
+    import torch
+
     try:
-        numbers = accuracy(network, loader, device)
+        yield
+    except torch.OutOfMemoryError:
+        raise RunError(f"{name} at {size}: the GPU's memory is too small; lower --batch-size") from None
     except (ValueError, AssertionError) as error:  # a size that the model cannot take
         raise UserError(f"{name}: {error}") from None
-    finally:
-        loader.close()
-
-    # which weights: two files of one model, or two variants of it, are two results
-    digest = "timm" if weights is None else hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
-    options = {} if weights is None else {k: v for k, v in metadata["options"].items() if k not in ("num_classes", "img_size")}
-    metrics = {**numbers, "model": name, "options": options, "data": manifest.kind, "image_size": transform.image_size, "weights": digest}
-    identity = make_identity(
-        paths.root,
-        ["stages.evaluate", family_module(name)],
-        Evaluated(model=name, weights=digest, transform=transform),
-        data_manifest=manifest_path,
-        device=device_label(device),
-        dtype="fp32",
-        backend=kernel_backend(network, torch.float32),
-    )
-    folder = paths.measured(device_slug(device)) / "evaluate" / f"{name}_{data}_{transform.image_size}_{digest[:8]}"
-    write_record(folder, metrics, identity, time.monotonic() - started)
-    scores = f"top-1 {numbers['top1_percent']:.2f} %, top-5 {numbers['top5_percent']:.2f} %"
-    print(f"{name} on {data} at {transform.image_size}: {scores} of {numbers['images']} images")
 
 
-def _build(name: str, **options):
-    from repro.models.registry import build_model
+class _Watched:
+    """Batches, with a bar (on a terminal) or a line now and then (elsewhere) on stderr once two seconds have passed.
 
-    try:
-        return build_model(name, **options)
-    except (ValueError, RuntimeError, OSError) as error:  # timm has no published weights of that name, or cannot fetch them
-        raise UserError(f"evaluate: {error}") from None
+    Args:
+        batches: pairs whose second tensor has an entry per image.
+        label: what is evaluated.
+        total: images.
+    """
+
+    def __init__(self, batches: Iterable, label: str, total: int):
+        self.batches, self.label, self.total, self.done = batches, label, total, 0
+        self._started = self._now = time.monotonic()
+        self._next_line = self._started + 2
+        self._bar = None
+
+    def __iter__(self) -> Iterator:
+        for batch in self.batches:
+            yield batch
+            self.done += len(batch[1])  # after the model, since its result was waited for
+            self._now = time.monotonic()
+            if self._now >= self._next_line and self.done < self.total:
+                self._show()
+
+    def rate(self) -> float:
+        """Images per second until the last batch, loading included."""
+        return self.done / max(self._now - self._started, 1e-9)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self) -> None:
+        if sys.stderr.isatty():
+            if self._bar is None:
+                from rich.console import Console
+                from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+                columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                self._bar.add_task(self.label, total=self.total)
+                self._bar.start()
+            self._bar.update(self._bar.task_ids[0], completed=self.done, description=f"{self.label}, {self.rate():.0f} img/s")
+            return
+        self._next_line = self._now + 10
+        left = (self.total - self.done) / self.rate()
+        line = f"{self.label}: {self.done:,} of {self.total:,} images, {self.rate():.0f} img/s, {left:.0f} s left"
+        print(line, file=sys.stderr, flush=True)
+
+
+def _write_curve(folder: Path, rows: list[dict[str, Any]], subject: Subject, data: str) -> None:
+    """`curve.csv` (a row per image side in pixels) and `curve.png` (top-1 against it, the training's side marked)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = sorted(rows, key=lambda row: row["image_size"])
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CURVE, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(folder / "curve.csv", text.getvalue())
+
+    trained, sizes = rows[0]["train_image_size"], [row["image_size"] for row in rows]
+    limited = " (--limit: no full score)" if "limit" in rows[0] else ""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(sizes, [row["top1_percent"] for row in rows], marker="o")
+    axes.axvline(trained, linestyle="--", color="grey", label=f"trained at {trained} pixels")
+    axes.set(xlabel="image side (pixels)", ylabel="top-1 accuracy (%)")
+    axes.set_title(f"{subject.name} on {data}, {rows[0]['images']} images{limited}", fontsize="medium")
+    axes.set_xticks(sorted({*sizes, trained}))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic(folder / "curve.png") as temporary:
+        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

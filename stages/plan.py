@@ -130,7 +130,8 @@ def _data_row(paths: Paths, cell: str, params: PrepareData) -> Row:
 
 
 def _pretrain_row(paths: Paths, results: Results, rates: Rates, cell: str, params: PretrainParams, data: dict) -> Row:
-    """Disk: two checkpoints of weights and AdamW's two moments, the snapshots there and in the results, the weights, all fp32."""
+    """Disk: two checkpoints and one being written, of weights, AdamW's two moments and the average where there is one; the snapshots
+    there and in the results; the weights; all fp32."""
     from repro.measure.flops import cost
 
     if params.data not in data:
@@ -148,7 +149,7 @@ def _pretrain_row(paths: Paths, results: Results, rates: Rates, cell: str, param
     return Row(
         command=f"dvc repro pretrain@{cell}",
         gpu_hours=params.epochs * images / speed.img_per_s / 3600,
-        disk_gb=counted.params * 4 * (3 * 2 + 2 * len(params.snapshot_epochs) + 1) / 1e9,
+        disk_gb=counted.params * 4 * ((3 + bool(params.ema_decay)) * 3 + 2 * len(params.snapshot_epochs) + 1) / 1e9,
         basis=f"{params.epochs} epochs of {images:,} images at {speed.img_per_s:,.0f} img/s, {speed.how}",
         note=speed.note,
         gives=frozenset({("accuracy", prepared.kind, key)}),

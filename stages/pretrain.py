@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import shutil
 import time
@@ -15,7 +16,7 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.ranks import Ranks, joined, launch
 from repro.core.record import hash_files, make_identity, read_json, write_json, write_record
-from repro.core.runtime import Runtime, choose_device, device_label, load_runtime, seed_everything
+from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime, seed_everything
 from repro.data.settings import TransformSettings
 from repro.engine.params import LoopParams, OptimParams
 from repro.tasks.params import MixParams
@@ -77,18 +78,23 @@ def command(
 ) -> None:
     """Train a classifier; a stopped run continues where it was."""
     paths = find_root()
-    if gpus is not None and "WORLD_SIZE" not in os.environ:
-        launch(gpus, ["pretrain", *(["--cell", cell] if cell else [])])
-        return
     runtime = load_runtime(paths)
+    cells = {
+        name: load_section(PretrainParams, paths.params, "pretrain", name)
+        for name in ([cell] if cell else section_keys(paths.params, "pretrain"))
+    }
     if replay_bad_step is not None:
-        if cell is None:
-            raise UserError("pretrain: --replay-bad-step needs the --cell that it is of")
-        replay(replay_bad_step, load_section(PretrainParams, paths.params, "pretrain", cell), paths, runtime, cell)
-        return
-    with joined(choose_device(runtime.device).type) as ranks:
-        for name in [cell] if cell else section_keys(paths.params, "pretrain"):
-            run(load_section(PretrainParams, paths.params, "pretrain", name), paths, runtime, name, ranks)
+        if cell is None or gpus is not None:
+            raise UserError("pretrain: --replay-bad-step needs the --cell that it is of, and no --gpus")
+        replay(replay_bad_step, cells[cell], paths, runtime, cell)
+    elif gpus is not None and "WORLD_SIZE" not in os.environ:
+        for name, params in cells.items():  # said at once, and not by every process
+            _check_before_launch(params, paths, name, gpus)
+        launch(gpus, ["pretrain", *(["--cell", cell] if cell else [])])
+    else:
+        with joined(choose_device(runtime.device).type) as ranks:
+            for name, params in cells.items():
+                run(params, paths, runtime, name, ranks)
 
 
 def state_folder(params: PretrainParams, paths: Paths, cell: str) -> Path:
@@ -114,7 +120,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     made = _Made.of(params, paths, runtime, cell, ranks)
     folder, state = paths.cell("pretrain", cell), state_folder(params, paths, cell)
     if ranks.first:
-        _require_same_data(state, made.manifest_path)
+        _require_same_run(state, made.manifest_path, ranks.world_size)
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots = state / "snapshots"
     snapshots.mkdir(parents=True, exist_ok=True)
@@ -132,7 +138,8 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     if ranks.first:
         print("\n".join(recipe.lines(resolved, departures)), flush=True)
     checkpointer = Checkpointer(state)
-    watch = functools.partial(
+    watches: list[Watch] = []
+    new_watch = functools.partial(
         Watch, paths.logs("pretrain", cell), device=made.device, jsonl=runtime.jsonl, tensorboard=runtime.tensorboard,
         flop_per_image=made.flop_per_image() if runtime.peak_tflops else None,
         peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12, every=runtime.log_every_steps,
@@ -141,11 +148,12 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     try:
         done, model = fit(
             made.task, params.optim, made.settings, device=made.device, ranks=ranks, checkpointer=checkpointer, snapshot=snapshot,
-            watch=lambda step: watch(resumed_step=step),
+            watch=lambda step: watches.append(new_watch(resumed_step=step)) or watches[-1],
         )  # fmt: skip
     finally:
         made.task.train.close()
         made.task.val.close()
+    unreadable = int(ranks.sum([len(made.task.train.dataset.unreadable())])[0])
     if not ranks.first:
         return
 
@@ -163,15 +171,18 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
         "top5_percent": last["top5_percent"],
         "val_loss": last["val_loss"],
         "val_images": last["images"],
-        "train_loss": last["train_loss"],
+        "train_loss": last.get("train_loss"),
         "params": sum(p.numel() for p in model.parameters()),
         "epochs": params.epochs,
         "steps": last["step"],
         "batch_size": params.batch_size,
         "skipped_steps": done.bad_steps,
         "skip_rate_percent": 100 * done.bad_steps / last["step"],
-        "unreadable_images": len(made.task.train.dataset.unreadable()),
+        "unreadable_images": unreadable,
     }
+    for name in ("train_loss", "val_loss"):
+        if metrics[name] is None or not math.isfinite(metrics[name]):
+            metrics |= {name: None, f"{name}_reason": "not finite in any step of the last epoch" if name == "train_loss" else "not finite"}
     identity = make_identity(
         paths.root,
         ["stages.pretrain", family_module(params.model)],
@@ -182,6 +193,9 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
         backend=backend,
     )
     write_record(folder, metrics, identity, time.monotonic() - started)
+    if made.device.type == "cuda":  # what `repro plan` counts with; it is another one at each run, so it is no output of the graph
+        speed = {"model": params.model, "options": params.options, "processes": ranks.world_size, **watches[-1].summary()}
+        write_record(paths.measured(device_slug(made.device)) / "pretrain", speed, identity, time.monotonic() - started, name=cell)
     checkpointer.clear()
     print(f"{cell}: top-1 {last['top1_percent']:.2f} % on {metrics['val_images']} held-out images of {made.kind}")
 
@@ -208,11 +222,13 @@ def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runti
                 raise UserError(f"{dump_path}: its batch holds other images than {cell} has there now; the data or the seed changed")
             batch = next(iter(made.task.batches(dump["epoch"], dump["number"])))
             set_rng_state(seen["rng"])
-            found = diagnose(made.task, batch, made.settings.autocast(made.device.type))
+            autocast = functools.partial(made.settings.autocast, made.device.type)
+            found = diagnose(made.task, batch, autocast, dump["accumulate"], dump["scale"])
         finally:
             made.task.train.close()
             made.task.val.close()
-        print(f"step {dump['step'] + 1}, process {rank} of {dump['world_size']}: loss {found['loss']}")
+        where = f"step {dump['step'] + 1}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        print(f"{where}: loss {found['loss']}")
         print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
         print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
         for name, output in found["outputs"].items():
@@ -306,10 +322,28 @@ class _Made:
         )  # fmt: skip
 
 
-def _require_same_data(state: Path, manifest_path: Path) -> None:
-    """Refuse to continue on other data than the run began with; note it where the run begins."""
-    found = {"data_manifest": hash_files(manifest_path.parent, [manifest_path.name])}
-    note = state / "data.json"
-    if note.is_file() and read_json(note) != found:
-        raise UserError(f"{manifest_path}: changed since this run began ({state}); restore the data, or remove that folder to start anew")
+def _check_before_launch(params: PretrainParams, paths: Paths, cell: str, processes: int) -> None:
+    from repro.data.manifest import read_manifest
+
+    Ranks(world_size=processes).share(params.batch_size, f"pretrain.{cell}.batch_size")
+    manifest_path = paths.cell("prepare_data", params.data) / "manifest.json"
+    images = read_manifest(manifest_path).splits["train"].images
+    if images < params.batch_size:
+        raise UserError(f"pretrain.{cell}.batch_size: {params.batch_size}, and there are only {images} training images; make it smaller")
+    _require_same_run(state_folder(params, paths, cell), manifest_path, processes)
+
+
+def _require_same_run(state: Path, manifest_path: Path, processes: int) -> None:
+    """Refuse to continue on other data, or with another number of processes, than the run began with; note it where it begins."""
+    found = {"data_manifest": hash_files(manifest_path.parent, [manifest_path.name]), "processes": processes}
+    note = state / "run.json"
+    if note.is_file() and any(state.glob("step_*.pt")):
+        before = read_json(note)
+        if before["data_manifest"] != found["data_manifest"]:
+            raise UserError(f"{manifest_path}: changed since this run began ({state}); restore the data, or remove that folder to start anew")
+        if before["processes"] != processes:
+            raise UserError(
+                f"{state}: was stopped with {before['processes']} process(es) and is continued with {processes}; take the same number, "
+                "or remove the folder to start anew"
+            )
     write_json(note, found)

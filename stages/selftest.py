@@ -1,279 +1,243 @@
-"""`repro selftest faults`: everything that can happen to a training run, done to real runs of this code in a temporary checkout."""
+"""`repro selftest faults`: everything that can happen to a training run, done to real runs of this code in temporary checkouts."""
 
-import contextlib
-import copy
-import dataclasses
-import json
+import errno
+import functools
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from repro.core.errors import RunError, UserError
-from repro.core.record import FIRST_PARTY
+
+from .selftest_lab import SAVE_EVERY, TRAIN, Failed, Jobs, Lab, Skipped, do, end_all, flip, prepare, require_kept, step_of, stop
 
 app = typer.Typer(help="Prove that this code does what it says.", no_args_is_help=True)
-
-SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"
-LIMIT_S = 180  # of one command; far above what any takes, so that one that hangs is a failure and no halt
-PARAMS: dict[str, Any] = {
-    "runtime": {
-        "device": "cpu", "workers": 0, "threads": 1, "save_every_steps": SAVE_EVERY, "log_every_steps": 1,
-        "data_roots": {"digits": "data/digits"},
-    },
-    "prepare_data": {
-        "digits": {
-            "kind": "digits", "expected": {"classes": 10, "train": 1438, "val": 359},
-            "generate": {"image_size": 32, "val_fraction": 0.2, "seed": 0},
-        }
-    },
-    "pretrain": {
-        CELL: {
-            "model": "vittt_nano_patch16_144", "options": {"depth": 1}, "data": "digits", "seed": 0, "epochs": EPOCHS, "batch_size": 128,
-            "drop_path": 0.1, "snapshot_epochs": [0, 1, EPOCHS], "max_bad_steps": 2,
-            "optim": {"lr": 0.003, "lr_batch_size": 128, "warmup_epochs": 0},
-            "mix": {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},
-            "transform": {"image_size": 32, "hflip": 0.0, "crop_pct": 1.0, "re_prob": 0.25},
-        }
-    },
-}  # fmt: skip
-RESULTS = Path("results/pretrain") / CELL
-# a write that passes the limit fails like one on a full disk, with another errno
-SMALL_FILES = "import resource, runpy, sys; n = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
-SMALL_FILES += "runpy.run_module('repro', run_name='__main__', alter_sys=True)"
-
-
-@app.callback()
-def _group() -> None:
-    """Prove that this code does what it says."""
 
 
 @app.command()
 def faults(
-    kills: Annotated[int, typer.Option(min=0, help="Random moments at which a run is killed; a fifth as many with two processes.")] = 20,
+    kills: Annotated[int, typer.Option(min=0, help="Random moments of killing a run; a fifth as many with two processes.")] = 20,
     flips: Annotated[int, typer.Option(min=1, help="Bytes of a saved state that are flipped, one at a time.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the moments and the bytes.")] = 0,
-    only: Annotated[str | None, typer.Option(help="Only these groups, e.g. kill,two: " + "kill two signal state full input.")] = None,
+    only: Annotated[str | None, typer.Option(help="Some of kill,two,signal,state,room,change,batch,diverge.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the temporary checkouts behind.")] = False,
 ) -> None:
     """Kill, stop, fill the disk, damage files, change the data: does a run still end with the same bits, or with one line?"""
     if not Path("/proc").is_dir():
         raise UserError("selftest faults: finds the processes of a run in /proc; run it on Linux")
-    groups = {"kill": _kill, "two": _two, "signal": _signals, "state": _state, "full": _full, "input": _input}
-    wanted = only.split(",") if only else list(groups)
-    if unknown := set(wanted) - set(groups):
-        raise UserError(f"selftest faults: --only {min(unknown)}: no such group; there are {', '.join(groups)}")
-    folder = Path(tempfile.mkdtemp(prefix="repro_faults_")).resolve()
-    lab = Lab(folder=folder, kills=kills, flips=flips, random=random.Random(seed))
+    wanted = only.split(",") if only else list(GROUPS)
+    if unknown := set(wanted) - set(GROUPS):
+        raise UserError(f"selftest faults: --only {min(unknown)}: no such group; there are {', '.join(GROUPS)}")
+    lab = Lab(folder=Path(tempfile.mkdtemp(prefix="repro_faults_")).resolve(), kills=kills, flips=flips, seed=seed)
+    print(f"in {lab.folder}{'' if keep else ', removed at the end'}", flush=True)
     try:
-        _examine(lab, [groups[name] for name in groups if name in wanted])
+        prepare(lab)
+        do(lab, [GROUPS[name] for name in GROUPS if name in wanted])
     finally:
-        _end_all(folder)
-        if keep:
-            print(f"the checkouts are in {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    skipped = f", {len(lab.skipped)} skipped" if lab.skipped else ""
-    print(f"{lab.done} faults: {lab.done - len(lab.failed) - len(lab.skipped)} ok, {len(lab.failed)} failed{skipped}")
-    if lab.failed:
-        raise RunError(f"selftest faults: {len(lab.failed)} of {lab.done} failed: {'; '.join(lab.failed)}")
+        end_all(lab.folder)
+        if not keep:
+            shutil.rmtree(lab.folder, ignore_errors=True)
+    print(f"{len(lab.done)} faults: " + ", ".join(f"{len(lab.having(each))} {each}" for each in ("ok", "FAILED", "skipped")))
+    if failed := lab.having("FAILED"):
+        raise RunError(f"selftest faults: {len(failed)} of {len(lab.done)} failed: {'; '.join(failed)}")
 
 
-class Failed(Exception):
-    """What was wanted did not happen; the message says what did, and where."""
+def _kill(lab: Lab) -> Jobs:
+    return [functools.partial(_killed, lab, f"kill {i} of {lab.kills}", share, 1) for i, share in _moments(lab, "kill", lab.kills)]
 
 
-class Skipped(Exception):
-    """This machine cannot show it; the message says why."""
+def _moments(lab: Lab, what: str, many: int) -> list[tuple[int, float]]:
+    """Numbered from 1, one at random in each of so many equal parts of a run."""
+    chosen = random.Random(f"{lab.seed} {what}")
+    return [(i + 1, (i + chosen.random()) / many) for i in range(many)]
 
 
-@dataclasses.dataclass(kw_only=True)
-class Lab:
-    """Where the faults are done, and what came of them. `whole` and `seconds` are of uninterrupted runs, by number of processes."""
+def _two(lab: Lab) -> Jobs:
+    def one_after_another() -> None:
+        checkout, begun = lab.checkout(), lab.checkout()
+        with lab.fault("two processes, uninterrupted") as say:
+            started, process, states = time.monotonic(), checkout.train(2), []
+            while process.poll() is None and not (states := checkout.states):
+                time.sleep(0.005)
+            for path in states and (states[0], states[0].with_name("run.json")):
+                (copied := begun.root / path.relative_to(checkout.root)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copied)
+            checkout.wait(process).require(0)
+            lab.whole[2], lab.seconds[2] = checkout, time.monotonic() - started
+            say(f"{lab.seconds[2]:.1f} s")
+        if 2 not in lab.whole:
+            return
+        with lab.fault("a run of two processes continued by one: refused"):
+            begun.wait(begun.train()).require(2, "was stopped with 2 process")
+        for i, share in _moments(lab, "two", many := -(-lab.kills // 5)):
+            _killed(lab, f"kill {i} of {many}, two processes", share, 2)
 
-    folder: Path
-    kills: int
-    flips: int
-    random: random.Random
-    whole: dict[int, Path] = dataclasses.field(default_factory=dict)
-    seconds: dict[int, float] = dataclasses.field(default_factory=dict)
-    stopped: Future | None = None
-    done: int = 0
-    failed: list[str] = dataclasses.field(default_factory=list)
-    skipped: list[str] = dataclasses.field(default_factory=list)
-    lock: Any = dataclasses.field(default_factory=threading.Lock)
-
-    @contextlib.contextmanager
-    def fault(self, name: str) -> Iterator[Callable[[str], None]]:
-        """One line for what happens inside: ok with what the yielded function was told, else FAILED with the reason."""
-        said: list[str] = []
-        verdict = "ok"
-        try:
-            yield said.append
-        except Skipped as reason:
-            verdict, said = "skipped", [str(reason)]
-        except Exception as error:
-            verdict, said = "FAILED", [str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"]
-        with self.lock:
-            self.done += 1
-            {"ok": [], "skipped": self.skipped, "FAILED": self.failed}[verdict].append(name)
-            print(f"{verdict:7} {name}: {', '.join(said)}", flush=True)
-
-    def checkout(self, like: Path | None = None) -> Path:
-        """A new checkout: the copied code, the data that all share, and, with `like`, the results and states of that one."""
-        root = Path(tempfile.mkdtemp(prefix="checkout_", dir=self.folder))
-        shutil.copytree(like or self.folder / "prepared", root, symlinks=True, dirs_exist_ok=True)
-        return root
+    return [one_after_another]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    def require(self, code: int, *parts: str) -> None:
-        """The exit code, and an error of one line that has these parts; no error for 0."""
-        lines = self.err.strip().splitlines()
-        if self.code != code:
-            raise Failed(f"exit code {self.code} instead of {code}: {lines[-1] if lines else 'no message'}")
-        if code and (len(lines) != 1 or not lines[0].startswith("repro: ")):
-            raise Failed(f"{len(lines)} lines of error instead of one, the last {lines[-1:]}")
-        if missing := [part for part in parts if part not in self.err]:
-            raise Failed(f"the error says nothing of {missing[0]!r}: {self.err.strip()}")
+def _killed(lab: Lab, name: str, share: float, processes: int) -> None:
+    with lab.fault(name) as say:
+        checkout, moment, found = lab.kill(share, processes)
+        had = found.step("step")
+        # once the results are written the states go, and nothing is lost with them
+        ended = (checkout.results / "metrics.json").exists()
+        continued = lab.finish(checkout, processes)
+        if had - continued > SAVE_EVERY and not ended:
+            raise Failed(f"killed after step {had}, continued after step {continued}; {SAVE_EVERY} steps may be lost")
+        say(f"at {moment:.2f} s, after {'its end' if ended else f'step {had}'}; continued after step {continued}, same bytes")
 
 
-def _start(root: Path, *args: str, program: tuple[str, ...] = ("-m", "repro")) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "REPRO_DEBUG")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(root)}
-    # a session of its own: a Ctrl-C here must not be one of the faults
-    return subprocess.Popen(
-        [sys.executable, *program, *args], cwd=root, env=environment, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+def _signal(lab: Lab) -> Jobs:
+    def signalled(number: signal.Signals, code: int) -> None:
+        with lab.fault(number.name) as say:
+            stopped = lab.stopped.result() if number == signal.SIGTERM else stop(lab, number, code)
+            say(f"exit {code}; continued after step {lab.finish(lab.checkout(stopped))}, same bytes")
+
+    return [functools.partial(signalled, signal.SIGTERM, 143), functools.partial(signalled, signal.SIGINT, 130)]
 
 
-def _ended(process: subprocess.Popen, root: Path) -> Ended:
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        _end_all(root)
-        raise Failed(f"{' '.join(process.args[1:])} did not end within {LIMIT_S} s") from None
-    return Ended(process.returncode, out, err)
+def _state(lab: Lab) -> Jobs:
+    chosen = random.Random(f"{lab.seed} state")
+
+    def require_loaded(wanted: Path, newest: Path, change: Callable[[], Any]) -> None:
+        from repro.engine.checkpoint import Checkpointer
+
+        content, lines = newest.read_bytes(), []
+        change()
+        loaded = Checkpointer(newest.parent, log=lines.append).restore()["run"]["step"]
+        newest.write_bytes(content)
+        if loaded != step_of(wanted):
+            raise Failed(f"{newest}: the state after step {loaded} was loaded")
+        if wanted != newest and not any(newest.name in line and "damaged" in line for line in lines):
+            raise Failed(f"{newest}: was passed over, and nothing was said")
+
+    def files() -> None:
+        with lab.fault(f"{lab.flips} flipped bytes") as say:
+            newest, before = lab.copy_of_stopped()[0].states
+            size = newest.stat().st_size
+            for at in [0, size - 1, *(chosen.randrange(size) for _ in range(lab.flips - 2))][: lab.flips]:
+                require_loaded(before, newest, functools.partial(flip, newest, at, chosen.randrange(1, 256)))
+            say(f"of {size:,}: the state was never loaded, the one before always")
+        with lab.fault("newest state cut off") as say:
+            for length in (chosen.randrange(size), size - 1, 0):
+                require_loaded(before, newest, functools.partial(os.truncate, newest, length))
+            say("somewhere, by one byte, to nothing: the one before was loaded")
+        with lab.fault("temporary file left over") as say:
+            require_loaded(newest, newest, lambda: newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half"))
+            say("not taken for a state")
+
+    def all_damaged() -> None:
+        with lab.fault("both states damaged: refused"):
+            checkout, states = lab.copy_of_stopped()
+            for path, content in states.items():
+                flip(path, chosen.randrange(len(content)), chosen.randrange(1, 256))
+            checkout.wait(checkout.train()).require(2, "no undamaged training state")
+
+    def goes_on() -> None:
+        with lab.fault("newest state cut off, an empty one and a temporary file beside it") as say:
+            checkout, (newest, before) = lab.copy_of_stopped()
+            os.truncate(newest, newest.stat().st_size // 2)
+            newest.with_name(f"step_000000999.{'0' * 16}.pt").touch()
+            newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half")
+            if (continued := lab.finish(checkout)) != step_of(before):
+                raise Failed(f"continued after step {continued}, and {before} was the undamaged one")
+            if left := [*newest.parent.glob("*")]:
+                raise Failed(f"{left[0]}: is left over")
+            say(f"continued after step {continued}, same bytes")
+
+    return [files, all_damaged, goes_on]
 
 
-def _run(root: Path, *args: str, **kwargs: Any) -> Ended:
-    return _ended(_start(root, *args, **kwargs), root)
+def _room(lab: Lab) -> Jobs:
+    def disk() -> None:
+        with lab.fault("no room to save") as say:
+            checkout, states = lab.copy_of_stopped()
+            process = checkout.train(largest_file=min(map(len, states.values())) // 2)
+            checkout.wait(process).require(1, os.strerror(errno.EFBIG))
+            require_kept(states)
+            if left := [*checkout.root.glob(".runs/**/*.tmp")]:
+                raise Failed(f"{left[0]}: is left over")
+            say(f"exit 1, states intact; with room continued after step {lab.finish(checkout)}, same bytes")
+
+    def read_only() -> None:
+        with lab.fault("read-only results") as say:
+            checkout, _ = lab.copy_of_stopped()
+            (checkout.root / "results").chmod(0o555)
+            if os.access(checkout.root / "results", os.W_OK):
+                raise Skipped("permissions do not bind root; run it as another user")
+            ended = checkout.wait(checkout.train())
+            (checkout.root / "results").chmod(0o755)
+            ended.require(ended.code or 1, "results")
+            say(f"exit {ended.code}; when writable continued after step {lab.finish(checkout)}, same bytes")
+
+    return [disk, read_only]
 
 
-def _train(processes: int = 1) -> list[str]:
-    return ["pretrain", "--cell", CELL, *(["--gpus", str(processes)] if processes > 1 else [])]
+def _change(lab: Lab) -> Jobs:
+    def data() -> None:
+        with lab.fault("data changed under a stopped run: refused"):
+            checkout, states = lab.copy_of_stopped()
+            (checkout.root / "data").unlink()
+            checkout.edit(generate={"seed": 1})
+            checkout.wait(checkout.start("prepare-data")).require(0)
+            checkout.wait(checkout.train()).require(2, "changed since this run began")
+            require_kept(states)
+
+    def params() -> None:
+        with lab.fault("parameters changed under a stopped run") as say:
+            checkout, states = lab.copy_of_stopped()
+            checkout.edit(seed=1, epochs=1, snapshot_epochs=[])
+            ended = checkout.wait(checkout.train())
+            ended.require(0)
+            if continued := ended.step("continuing after step"):
+                raise Failed(f"continued after step {continued} with the other parameters")
+            require_kept(states)
+            say("started anew")
+
+    def processes() -> None:
+        with lab.fault("a run of one process continued by two: refused"):
+            checkout, states = lab.copy_of_stopped()
+            checkout.wait(checkout.train(2)).require(2, "was stopped with 1 process")
+            require_kept(states)
+
+    return [data, params, processes]
 
 
-def _end_all(folder: Path) -> None:
-    """SIGKILL to every process that works in this folder or below: torchrun's children lead sessions of their own."""
-    found = True
-    while found:
-        found = False
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and Path(os.readlink(entry / "cwd")).is_relative_to(folder):
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    found = True
-        time.sleep(0.02 * found)
+def _batch(lab: Lab) -> Jobs:
+    def refused(name: str, size: int, processes: int, part: str) -> None:
+        with lab.fault(f"{name}: refused"):
+            (checkout := lab.checkout()).edit(batch_size=size)
+            checkout.wait(checkout.train(processes)).require(2, part)
+
+    return [
+        functools.partial(refused, "batch that the processes do not divide", 128, 3, "does not divide by 3 processes"),
+        functools.partial(refused, "batch larger than the data", 4096, 1, "only 1438 training images"),
+        functools.partial(refused, "batch larger than the data, two processes", 4096, 2, "only 1438 training images"),
+    ]
 
 
-def _states(root: Path) -> list[Path]:
-    """The saved states of a checkout's run, newest first."""
-    return sorted(root.glob(f".runs/pretrain/{CELL}-*/step_*.pt"), reverse=True)
+def _diverge(lab: Lab) -> Jobs:
+    def diverges() -> None:
+        with lab.fault("a run that diverges") as say:
+            checkout = lab.checkout()
+            checkout.edit(optim={"lr": 1e30, "lr_batch_size": 128, "warmup_epochs": 0, "clip_grad_norm": None})
+            checkout.wait(checkout.train()).require(1, "2 steps in a row")
+            (dump,) = checkout.root.glob(".runs/**/bad_step_*.pt")
+            again = checkout.wait(checkout.start(*TRAIN, "--replay-bad-step", str(dump)))
+            again.require(0)
+            if "first output that is not finite: none" in again.out:
+                raise Failed(f"{dump}: replayed, and every output is finite")
+            say("exit 1 with a dump; replayed, exit 0")
+
+    return [diverges]
 
 
-def _step(text: str, pattern: str) -> int:
-    return max(map(int, re.findall(pattern, text, re.M)), default=0)
-
-
-def _edit(root: Path, **changed: Any) -> None:
-    params = copy.deepcopy(PARAMS)
-    params["pretrain"][CELL] |= changed
-    (root / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
-
-
-def _compare(root: Path, whole: Path) -> None:
-    """The results of two checkouts are the same bytes."""
-    names = ["weights.safetensors", "curve.csv", *sorted(f"snapshots/{path.name}" for path in (whole / RESULTS / "snapshots").iterdir())]
-    for name in names:
-        path, wanted = root / RESULTS / name, whole / RESULTS / name
-        if not path.is_file():
-            raise Failed(f"{path}: is missing")
-        if path.read_bytes() != wanted.read_bytes():
-            raise Failed(f"{path}: differs from the uninterrupted run's{_difference(path, wanted)}")
-
-
-def _difference(path: Path, wanted: Path) -> str:
-    from safetensors.torch import load_file
-
-    if path.suffix != ".safetensors":
-        return ""
-    with contextlib.suppress(Exception):  # a file that is none any more differs by more than its numbers
-        ours, theirs = load_file(path), load_file(wanted)
-        return f", by {max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs):.3g} at most"
-    return ""
-
-
-def _finish(root: Path, lab: Lab, processes: int = 1) -> int:
-    """Run to the end, compare; the step after which it continued, 0 for none."""
-    ended = _run(root, *_train(processes))
-    ended.require(0)
-    _compare(root, lab.whole[processes])
-    return _step(ended.out, r"^continuing after step (\d+)")
-
-
-def _examine(lab: Lab, groups: list[Callable[[Lab], list[Callable[[], None]]]]) -> None:
-    _prepare(lab)
-    # two-process runs are one after another and the others beside them: with all cores taken, moments would say nothing
-    with ThreadPoolExecutor(max(2, min(4, len(os.sched_getaffinity(0))))) as pool:
-        try:
-            lab.stopped = pool.submit(_stop, lab, signal.SIGTERM)
-            for job in [pool.submit(job) for group in groups for job in group(lab)]:
-                job.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            _end_all(lab.folder)
-            raise
-
-
-def _prepare(lab: Lab) -> None:
-    code, prepared = lab.folder / "code", lab.folder / "prepared"
-    prepared.mkdir()
-    for package in FIRST_PARTY:  # copied, so that nobody's edit comes between two runs
-        shutil.copytree(Path(__file__).resolve().parents[1] / package, code / package)
-        (prepared / package).symlink_to(code / package)
-    (prepared / "dvc.yaml").write_text("stages: {}\n")
-    _edit(prepared)
-    (lab.folder / "data").mkdir()
-    (prepared / "data").symlink_to(lab.folder / "data")
-    _run(prepared, "prepare-data").require(0)
-    # two at a time, as the runs that are killed later
-    roots, started = [lab.checkout(), lab.checkout()], time.monotonic()
-    with lab.fault("the same run twice") as say:
-        for process, root in [(_start(root, *_train()), root) for root in roots]:
-            _ended(process, root).require(0)
-        lab.whole[1], lab.seconds[1] = roots[0], time.monotonic() - started
-        _compare(roots[1], roots[0])
-        say(f"weights, curve and snapshots byte-identical; {lab.seconds[1]:.1f} s")
-    if not lab.whole:
-        raise RunError("selftest faults: an uninterrupted run fails; nothing can be compared with it")
+GROUPS = {"kill": _kill, "two": _two, "signal": _signal, "state": _state}
+GROUPS |= {"room": _room, "change": _change, "batch": _batch, "diverge": _diverge}

@@ -104,8 +104,8 @@ def launch(processes: int, arguments: list[str]) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received:
-        raise Interrupted(received[0], "every process has saved its state")
+    if received and child.returncode:
+        raise Interrupted(received[0], "what was saved last is kept")
     if child.returncode:
         raise RunError(f"torchrun ended with code {child.returncode}; the first error above says why")
 
@@ -136,5 +136,8 @@ def joined(device_type: str) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MINUTES))
     try:
         yield ranks
-    finally:
+    except Interrupted:  # all ranks agreed on it
         dist.destroy_process_group()
+        raise
+    # after any other error the others may wait in an exchange, and closing the group would wait for them: torchrun ends them
+    dist.destroy_process_group()

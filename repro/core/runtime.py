@@ -23,7 +23,7 @@ class Runtime:
         threads: CPU threads of the main process; null leaves PyTorch's choice.
         micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is larger is cut
             into parts whose gradients are averaged, so that the total batch is the one of the section whatever the GPUs are.
-        compile: `torch.compile` for training. channels_last: memory format of weights and images.
+        compile: `torch.compile` for training. channels_last: memory format of the model's weights.
         peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the share out.
         jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/train.jsonl; TensorBoard events there.
         save_every_steps: how often training state is saved.

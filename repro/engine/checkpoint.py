@@ -59,6 +59,8 @@ class Checkpointer:
         Raises:
             UserError: there are files, and all of them are damaged.
         """
+        for torn in self.folder.glob(".step_*.tmp"):  # of a process that was killed while it wrote
+            torn.unlink()
         files, damaged = self._files(), []
         for step, path in files:
             content = path.read_bytes()
@@ -94,7 +96,8 @@ def rng_state() -> dict[str, Any]:
         "python": (version, list(internal), gauss),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # of this process's device alone: asking the others would start a context on each
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
     }
 
 
@@ -106,4 +109,4 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"][0])

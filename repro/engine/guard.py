@@ -5,8 +5,9 @@ layer's output and every parameter's gradient, and what the task has to say of i
 """
 
 import dataclasses
+import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from ..core.errors import RunError, UserError
 from ..core.ranks import Ranks
 from ..core.record import atomic
 from .checkpoint import rng_state, set_rng_state
+
+
+_KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,25 +48,32 @@ class Guard:
         self.total += not finite
         return self.in_a_row >= self.limit
 
-    def dump(self, task: Any, batch: Any, *, step: int, epoch: int, number: int, autocast: Any, ranks: Ranks) -> None:
+    def dump(
+        self, task: Any, batch: Any, *, step: int, epoch: int, number: int, autocast: Callable[[], Any], ranks: Ranks,
+        accumulate: int, scale: float,
+    ) -> None:  # fmt: skip
         """Write `bad_step_<step>.pt` and end the run.
 
         Args:
             task: see `repro.engine.loop.Task`.
             batch: this rank's, of the step.
             step: finished steps before it. epoch, number: of the batch within the epoch.
-            autocast: a context manager, as in training.
+            autocast: gives a context manager, as in training. accumulate, scale: parts of the batch, and the loss scale, likewise.
 
         Raises:
             RunError: always.
         """
         set_rng_state(self._rng)
-        seen = ranks.gather({"rng": self._rng, "batch": task.describe(epoch, number), "statistics": diagnose(task, batch, autocast)})
+        statistics = diagnose(task, batch, autocast, accumulate, scale)
+        seen = ranks.gather({"rng": self._rng, "batch": task.describe(epoch, number), "statistics": statistics})
         path = self.folder / f"bad_step_{step + 1:09d}.pt"
         if ranks.first:
             content = {"step": step, "epoch": epoch, "number": number, "world_size": ranks.world_size}
+            content |= {"accumulate": accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
             with atomic(path) as temporary:
-                torch.save({**content, "model": task.model.state_dict(), "ranks": seen}, temporary)
+                temporary.write_bytes(buffer.getbuffer())
         raise RunError(
             f"step {step + 1}: loss or gradient not finite, {self.limit} steps in a row; the last is in {path}: "
             f"`repro pretrain --replay-bad-step {path}` runs it again"
@@ -81,18 +92,27 @@ def load_dump(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file") from None
     except Exception as error:  # whatever unpickling a damaged file may raise
         raise UserError(f"{path}: is no dump of a bad step: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(dump, dict) or not {"step", "epoch", "number", "world_size", "model", "ranks"} <= dump.keys():
+    if not isinstance(dump, dict) or not _KEYS <= dump.keys():
         raise UserError(f"{path}: is no dump of a bad step")
     return dump
 
 
-def diagnose(task: Any, batch: Any, autocast: Any) -> dict[str, Any]:
-    """Run a batch forward and backward on the bare model and say what every layer gave, in order.
+def diagnose(task: Any, batch: Any, autocast: Callable[[], Any], accumulate: int = 1, scale: float = 1.0) -> dict[str, Any]:
+    """Run a batch forward and backward on the bare model, cut and scaled as in training, and say what every layer gave, in order.
 
     Returns:
-        {loss, outputs {module: {absmax, mean, not_finite}}, gradients {parameter: the same}, first_not_finite, own}: absmax and
+        Of the first part that is not finite, else of the last: {part, loss, outputs {module: {absmax, mean, not_finite}}, gradients {parameter: the same}, first_not_finite, own}: absmax and
         mean over the finite elements, `own` what `task.inspect(batch)` returns. The weights are left as they are.
     """
+    for part, piece in enumerate(task.split(batch, accumulate), 1):
+        found = {"part": part, **_diagnose_part(task, piece, autocast, scale / accumulate)}
+        bad_gradient = any(seen["not_finite"] for seen in found["gradients"].values())
+        if bad_gradient or not math.isfinite(found["loss"]):
+            break
+    return {**found, "own": task.inspect(piece)}
+
+
+def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: float) -> dict[str, Any]:
     outputs: dict[str, dict[str, float]] = {}
     names = {module: name or "model" for name, module in task.model.named_modules()}
 
@@ -103,20 +123,21 @@ def diagnose(task: Any, batch: Any, autocast: Any) -> dict[str, Any]:
     hooks = [module.register_forward_hook(note) for module in names]
     network, task.network = task.network, task.model  # not the parallel one: the other ranks may be elsewhere
     try:
-        with autocast:
-            loss = task.loss(batch)["loss"]
-        gradients = torch.autograd.grad(loss, list(task.model.parameters()), allow_unused=True)
+        # code that torch.compile made before the hooks were there does not call them
+        with torch.compiler.set_stance("force_eager"):
+            with autocast():
+                loss = task.loss(piece)["loss"]
+            gradients = torch.autograd.grad(loss * scale, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
     finally:
         task.network = network
         for hook in hooks:
             hook.remove()
-    parameters = [name for name, _ in task.model.named_parameters()]
+    parameters = [name for name, p in task.model.named_parameters() if p.requires_grad]
     return {
         "loss": float(loss.detach()),
         "outputs": outputs,
         "gradients": {name: summary(g) for name, g in zip(parameters, gradients, strict=True) if g is not None},
         "first_not_finite": next((name for name, seen in outputs.items() if seen["not_finite"]), None),
-        "own": task.inspect(batch),
     }
 
 

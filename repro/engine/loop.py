@@ -103,12 +103,13 @@ def fit(
     parts = Parts.build(task, optim, settings, device, ranks)
     total = settings.epochs * task.steps_per_epoch
     schedule = build_schedule(parts.optimizer, optim, task.batch_size, settings.epochs, task.steps_per_epoch)
-    state = _restore(checkpointer, parts, ranks)
+    state = _restore(checkpointer, parts, ranks, settings.accumulate)
     guard = Guard(folder=checkpointer.folder, limit=settings.max_bad_steps, in_a_row=state.bad_in_a_row, total=state.bad_steps)
     schedule.step_update(state.step)
     if state.step == 0 and ranks.first:
         snapshot(0, parts.evaluated)
-    with catch_signals() as received, Progress(total, state.step, log, shown=ranks.first) as progress, watch(state.step) as watched:
+    signals = catch_signals(all_of_them=ranks.world_size > 1)
+    with signals as received, Progress(total, state.step, log, shown=ranks.first) as progress, watch(state.step) as watched:
         while state.step < total:
             epoch, start = divmod(state.step, task.steps_per_epoch)
             task.model.train()
@@ -118,7 +119,8 @@ def fit(
                 bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
                 parts.step(apply=not bad)
                 if guard.judge(not bad):
-                    guard.dump(task, batch, step=state.step, epoch=epoch, number=number, autocast=parts.autocast(), ranks=ranks)
+                    how = {"accumulate": settings.accumulate, "scale": parts.scaler.get_scale()}
+                    guard.dump(task, batch, step=state.step, epoch=epoch, number=number, autocast=parts.autocast, ranks=ranks, **how)
                 _count(state, guard, numbers)
                 rate = parts.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
@@ -127,7 +129,7 @@ def fit(
                 # the last step of an epoch is saved once its evaluation is in the curve
                 if state.step % task.steps_per_epoch and (stop or state.step % settings.save_every_steps == 0):
                     with watched.paused():
-                        _save(checkpointer, state, parts, ranks)
+                        _save(checkpointer, state, parts, ranks, settings.accumulate)
                     _stop_if(stop, received, state.step)
             with watched.paused():
                 evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
@@ -135,7 +137,7 @@ def fit(
                 if ranks.first:
                     snapshot(epoch + 1, parts.evaluated)
                 progress.report(state.curve[-1])
-                _save(checkpointer, state, parts, ranks)
+                _save(checkpointer, state, parts, ranks, settings.accumulate)
             _stop_if(ranks.any(bool(received))[0], received, state.step)
     return state, parts.evaluated
 
@@ -158,7 +160,9 @@ class Parts:
         optimizer = build_optimizer(task.model, optim, task.batch_size)
         if ranks.world_size > 1:
             own = [device.index] if device.type == "cuda" else None
-            task.network = DistributedDataParallel(task.network, device_ids=own, gradient_as_bucket_view=True)
+            task.network = DistributedDataParallel(
+                task.network, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False
+            )  # buffers, a frozen W0, never change
         ema = ModelEmaV3(task.model, decay=settings.ema_decay) if settings.ema_decay else None
         return cls(
             model=task.model,
@@ -171,13 +175,12 @@ class Parts:
         )
 
     def step(self, *, apply: bool) -> None:
-        """The optimiser's step, left out where `apply` is False; a step left out lowers the loss scale of fp16."""
+        """The optimiser's step, left out where `apply` is False."""
         if apply:
             self.scaler.step(self.optimizer)
             if self.ema is not None:
                 self.ema.update(self.model)
-        if self.scaler.is_enabled():
-            self.scaler.update(None if apply else self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        self.scaler.update()  # lowers the scale of fp16 where it made gradients overflow
 
     def state(self) -> dict[str, Any]:
         """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
@@ -215,15 +218,19 @@ def forward_backward(task: Task, parts: Parts, batch: Any, accumulate: int, clip
 
 
 @contextlib.contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second one is not held back."""
+def catch_signals(*, all_of_them: bool = False) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second one is not held back.
+
+    With `all_of_them` it is: under torchrun a process is signalled twice, by whoever stops the job and by torchrun, which has SIGKILL
+    for those that do not end.
+    """
     received: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in signals}
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
-        for each in signals:
+        for each in () if all_of_them else signals:
             signal.signal(each, before[each])
 
     for number in signals:
@@ -279,13 +286,13 @@ def _end_epoch(task: Task, state: RunState, parts: Parts, ranks: Ranks, epoch: i
     state.epoch_sums, state.epoch_steps = {}, 0
 
 
-def _save(checkpointer: Checkpointer, state: RunState, parts: Parts, ranks: Ranks) -> None:
+def _save(checkpointer: Checkpointer, state: RunState, parts: Parts, ranks: Ranks, accumulate: int) -> None:
     everyone = ranks.gather({"rng": rng_state(), "sums": state.epoch_sums})
     if ranks.first:
-        checkpointer.save(state.step, {"run": dataclasses.asdict(state), "ranks": everyone, **parts.state()})
+        checkpointer.save(state.step, {"run": dataclasses.asdict(state), "ranks": everyone, "accumulate": accumulate, **parts.state()})
 
 
-def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks) -> RunState:
+def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks, accumulate: int) -> RunState:
     saved = checkpointer.restore() if ranks.first else None
     saved = ranks.from_first(saved)
     if saved is None:
@@ -293,12 +300,14 @@ def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks) -> RunState
     try:
         everyone = saved["ranks"]
         parts.load(saved)
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing against the state
+        raise
     except (RuntimeError, ValueError, KeyError):
         raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start anew") from None
-    if len(everyone) != ranks.world_size:
+    if saved["accumulate"] != accumulate:
         raise UserError(
-            f"{checkpointer.folder}: was stopped with {len(everyone)} process(es) and is continued with {ranks.world_size}; "
-            "take the same number, or remove the folder to start anew"
+            f"{checkpointer.folder}: was stopped with its batches in {saved['accumulate']} part(s) and is continued with {accumulate}; "
+            "take the same runtime.micro_batch, or remove the folder to start anew"
         )
     own = everyone[ranks.rank]
     set_rng_state(own["rng"])

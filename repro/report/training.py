@@ -49,7 +49,7 @@ class Rates:
         Of several measurements the slowest counts; one on a CPU says nothing about GPU-hours and is left out.
 
         Args:
-            results: the records; `throughput_img_per_s` of results/pretrain/<cell>/metrics.json.
+            results: the records; those of training are results/measured/<device>/pretrain/<cell>.json.
             model, key: its name, and its name with options, see `Results.model_key`.
             macs: multiply-adds of one image's forward pass.
         """
@@ -58,11 +58,12 @@ class Rates:
             return Speed(img_per_s=given, how="given")
         measured = []
         for source in results.sources:
-            rate, device = source.metrics.get("throughput_img_per_s"), str(source.metrics.get("device", source.device))
-            trains = source.path.startswith("results/pretrain/") and rate and device.startswith("cuda")
-            if trains and results.model_key(source.metrics, source.path) == key:
-                note = f"measured: {key}, {rate:,.0f} img/s in training on {device} ({source.path})"
-                measured.append(Speed(img_per_s=rate, how="measured", note=note))
+            rate, device = source.metrics.get("throughput_img_per_s"), source.device
+            processes = source.metrics.get("processes")  # only records of training have it
+            if rate and processes and device.startswith("cuda") and results.model_key(source.metrics, source.path) == key:
+                each = rate / processes
+                note = f"measured: {key}, {each:,.0f} img/s in training on {device} ({source.path})"
+                measured.append(Speed(img_per_s=each, how="measured", note=note))
         if measured:
             return min(measured, key=lambda speed: speed.img_per_s)
         peak = f"{self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"

@@ -52,7 +52,8 @@ class Classification:
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy with softened targets."""
-        images, targets = (t.to(self.device, non_blocking=True) for t in batch)
+        # a copy: timm mixes in place, and the batch may be asked for again
+        images, targets = (t.to(self.device, non_blocking=True, copy=True) for t in batch)
         if self.mixup is None:
             return {"loss": F.cross_entropy(self.network(images).float(), targets, label_smoothing=self.label_smoothing)}
         images, soft = self.mixup(images, targets)
@@ -84,7 +85,7 @@ class Classification:
         learners = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "inner_losses")]
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in learners]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.model(batch[0].to(self.device))
         finally:
             for hook in hooks:

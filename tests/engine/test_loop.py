@@ -198,7 +198,7 @@ def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
     again.model.load_state_dict(dump["model"])
     again.model.train()
     set_rng_state(seen["rng"])
-    found = diagnose(again, next(again.batches(1, 2)), contextlib.nullcontext())
+    found = diagnose(again, next(again.batches(1, 2)), contextlib.nullcontext)
     assert found["outputs"] == seen["statistics"]["outputs"] and found["own"] == {"largest": seen["statistics"]["own"]["largest"]}
     assert set(found["gradients"]) == {name for name, _ in again.model.named_parameters()}
 
@@ -210,7 +210,7 @@ def test_diagnosis_names_the_layer_by_hand():
         task.model[0].bias.fill_(0.5)
         task.model[1].weight[3] = math.inf
     task.model.eval()
-    found = diagnose(task, (torch.ones(2, 4), torch.zeros(2, 1)), contextlib.nullcontext())
+    found = diagnose(task, (torch.ones(2, 4), torch.zeros(2, 1)), contextlib.nullcontext)
     assert found["outputs"]["0"] == {"absmax": 4.5, "mean": 4.5, "not_finite": 0}
     assert found["first_not_finite"] == "1" and found["outputs"]["1"]["not_finite"] == 2
     assert found["gradients"]["3.weight"]["not_finite"] > 0

@@ -1,0 +1,282 @@
+"""`repro evaluate`: resolutions, --limit, --dtype, published weights and Table 1, on real digits with files of random weights."""
+
+import csv
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import repro.models  # noqa: F401  registers the family
+from repro.core.paths import Paths
+from repro.models.weights import save_weights
+from repro.report.sources import FULL_VALIDATION, Results
+from repro.tasks.published import find_published, only_imagenet_1k, table1_models
+
+PREPROCESSING = {
+    "input_size": [3, 32, 32], "interpolation": "bicubic", "crop_pct": 1.0,
+    "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+}  # fmt: skip
+DEIT = "deit_tiny_patch16_224"
+
+
+@pytest.fixture
+def weights(checkout):
+    """Random weights of a small Vittt, with the digits' class names."""
+    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    return random_weights(checkout / "w.safetensors", "vittt_nano_patch16_144", {"depth": 1, "num_classes": 10}, classes)
+
+
+def random_weights(path, name, options, classes):
+    torch.manual_seed(0)
+    save_weights(path, timm.create_model(name, **options), name=name, options=options, preprocessing=PREPROCESSING, classes=classes)
+    return str(path)
+
+
+def records():
+    return {path.parent.name: json.loads(path.read_text()) for path in Path("results/measured").rglob("metrics.json")}
+
+
+def only(values):
+    (value,) = values
+    return value
+
+
+def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
+    code, out, err = repro_cli("evaluate", "--weights", weights, "--data", "digits", *sizes(48, 16, 32))
+    assert code == 0, err
+    assert len(out.splitlines()) == 4 and "at 48, fp32: top-1 " in out and "img/s" in out
+    found = records()
+    digest = only({r["metrics"]["weights"] for r in found.values()})
+    assert set(found) == {f"vittt_nano_patch16_144_digits_{size}_{digest[:8]}" for size in (16, 32, 48)}
+    folder = next(Path("results/measured").rglob("curve.csv")).parent
+    assert folder.name == f"vittt_nano_patch16_144_digits_{digest[:8]}" and folder.parent.name == "evaluate"
+    rows = list(csv.DictReader(open(folder / "curve.csv")))
+    assert [row["image_size"] for row in rows] == ["16", "32", "48"]
+    for row in rows:
+        metrics = found[f"vittt_nano_patch16_144_digits_{row['image_size']}_{digest[:8]}"]["metrics"]
+        assert float(row["top1_percent"]) == metrics["top1_percent"] and metrics["train_image_size"] == 32
+        assert metrics["images"] == 359 and "limit" not in metrics
+    before = (folder / "curve.png").read_bytes()
+    with Image.open(folder / "curve.png") as image:
+        assert image.width >= 400
+    assert repro_cli("evaluate", "--weights", weights, "--data", "digits", *sizes(16, 32, 48))[0] == 0
+    assert (folder / "curve.png").read_bytes() == before
+
+
+def sizes(*values):
+    return [word for value in values for word in ("--image-size", str(value))]
+
+
+def test_a_vit_of_one_size_is_resampled_for_the_others(checkout, repro_cli):
+    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    path = random_weights(checkout / "vit.safetensors", DEIT, {"img_size": 32, "depth": 1, "num_classes": 10}, classes)
+    code, _, err = repro_cli("evaluate", "--weights", path, "--data", "digits", "--limit", "20", *sizes(32, 64))
+    assert code == 0, err
+    assert {r["metrics"]["image_size"] for r in records().values()} == {32, 64}
+
+
+def test_a_limited_look_is_seeded_and_never_a_full_score(weights, repro_cli, monkeypatch):
+    command = ("evaluate", "--weights", weights, "--data", "digits")
+    for _ in range(2):
+        code, out, _ = repro_cli(*command, "--limit", "30")
+        assert code == 0 and "of 30 images (--limit: no full score)" in out
+    limited = only(records().values())["metrics"]
+    assert (limited["images"], limited["limit"], limited["limit_seed"]) == (30, 30, 0)
+    assert repro_cli(*command)[0] == 0
+    full = next(r for name, r in records().items() if not name.endswith("_limit30"))
+    assert full["metrics"]["images"] == 359 and len(records()) == 2
+    # the report's own test of completeness, with digits in the place of a data set of the paper
+    monkeypatch.setitem(FULL_VALIDATION, "digits", 359)
+    results = Results(Paths(Path.cwd()), {}, ("vittt",))
+    assert [s.metrics["images"] for s in results.mini_cells] == [30] and len(results.score_cells) == 2
+
+
+def test_the_limit_draws_from_all_classes_and_from_the_whole_split(checkout):
+    from repro.data.tree import scan_tree
+    from stages.evaluate import _some
+
+    tree = scan_tree(Path("data/digits"), "digits")
+    part = _some(tree, 100)
+    names = part.splits["val"].names.tolist()
+    assert len(set(part.splits["val"].targets.tolist())) == 10 and len(names) == len(set(names)) == 100
+    assert all(part.path("val", index).is_file() for index in range(100))
+    assert part.splits["train"] is tree.splits["train"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_is_recorded_and_close(weights, repro_cli, dtype):
+    command = ("evaluate", "--weights", weights, "--data", "digits", "--limit", "40")
+    assert repro_cli(*command)[0] == 0
+    code, _, err = repro_cli(*command, "--dtype", dtype)
+    assert code == 0, err
+    found = records()
+    assert {r["identity"]["dtype"] for r in found.values()} == {"fp32", dtype}
+    low = next(r for name, r in found.items() if name.endswith(f"_{dtype}"))
+    high = next(r for name, r in found.items() if not name.endswith(f"_{dtype}"))
+    assert low["metrics"]["val_loss"] == pytest.approx(high["metrics"]["val_loss"], rel=2e-2)
+    assert low["metrics"]["val_loss"] != high["metrics"]["val_loss"]
+
+
+@pytest.fixture
+def published(monkeypatch, tmp_path):
+    """timm's configurations of some weights, pointed at local files of random weights with ten classes."""
+
+    def publish(name, *, classes=10, damaged=False):
+        model, _, tag = name.partition(".")
+        torch.manual_seed(1)
+        file = tmp_path / f"{name}.safetensors"
+        save_file(timm.create_model(model, num_classes=classes, img_size=32).state_dict(), file)
+        if damaged:
+            file.write_bytes(file.read_bytes()[:1000])
+        known = timm.models._registry
+        size = {"input_size": (3, 32, 32), "num_classes": classes, "crop_pct": 1.0}
+        local = {"file": str(file), "url": "", "hf_hub_id": None, "custom_load": False}
+        config = dataclasses.replace(timm.get_pretrained_cfg(name), **size, **local)
+        monkeypatch.setitem(known._model_pretrained_cfgs, name, config)
+        if model in known._model_pretrained_cfgs:
+            monkeypatch.setitem(known._model_pretrained_cfgs, model, config)
+        defaults = known._model_default_cfgs[model]
+        monkeypatch.setitem(defaults.cfgs, tag, config)
+
+    return publish
+
+
+def test_published_weights_at_two_sizes(checkout, published, repro_cli):
+    published(f"{DEIT}.fb_in1k")
+    command = ("evaluate", "--model", DEIT, "--pretrained", "--data", "digits", "--limit", "30")
+    code, out, err = repro_cli(*command, *sizes(32, 48))
+    assert code == 0, err
+    assert f"{DEIT} (fb_in1k) on digits at 48" in out
+    for record in records().values():
+        metrics = record["metrics"]
+        assert (metrics["model"], metrics["weights"], metrics["weights_tag"]) == (DEIT, "timm", "fb_in1k")
+        assert metrics["weights_license"] == "apache-2.0" and metrics["train_image_size"] == 32
+    assert next(Path("results/measured").rglob("curve.png")).parent.name == f"{DEIT}_digits_timm_limit30"
+
+
+def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli):
+    published(f"{DEIT}.fb_in1k", damaged=True)
+    published("deit_small_patch16_224.fb_in1k")
+    both = ("--models", DEIT, "--models", "deit_small_patch16_224")
+    code, out, err = repro_cli("evaluate", *both, "--pretrained", "--data", "digits", "--limit", "20")
+    assert code == 1 and out.count("top-1") == 1 and len(records()) == 1
+    assert err.splitlines()[-1] == f"repro: evaluate: 1 of 2 models were not evaluated: {DEIT}"
+    assert len(err.splitlines()) == 2 and err.startswith(f"repro: {DEIT}.fb_in1k: weights cannot be loaded")
+
+
+def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, repro_cli):
+    name = "vit_large_patch16_384"
+    assert find_published(name).record_name == f"{name}.augreg_in21k_ft_in1k"
+    small = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    published(small)
+    code, _, err = repro_cli("evaluate", "--model", small, "--pretrained", "--data", "digits", "--limit", "10")
+    assert code == 0, err
+    assert only(records().values())["metrics"]["model"] == small
+
+
+def test_which_tags_are_imagenet_1k_alone():
+    yes = ("fb_in1k", "ms_in1k", "pycls_in1k", "ra2_in1k", "augreg_in1k", "deit_in1k")
+    no = ("in12k_ft_in1k", "swag_lc_in1k", "fb_swsl_ig1b_ft_in1k", "ms_in22k", "clip_laion2b_augreg_ft_in1k", "untrained", "")
+    assert all(map(only_imagenet_1k, yes)) and not any(map(only_imagenet_1k, no))
+
+
+def test_table1_takes_the_weights_of_imagenet_1k_at_the_tables_size():
+    found, left_out = table1_models()
+    names = {published.full_name: size for published, size in found}
+    assert len(names) == 14 and names["efficientnet_b4.ra2_in1k"] == 380 and names["convnext_base.fb_in1k"] == 224
+    assert all(published.comparable and published.license for published, _ in found)
+    labels = {label for labels in left_out.values() for label in labels}
+    assert len(labels) == 35 - 14 and {"EffNet-B6", "ViT-L/16", "VMamba-T", "Vittt-T"} <= labels
+
+
+@pytest.fixture
+def imagenet(checkout, repro_cli):
+    """A tree with ImageNet-1K's thousand class folders and one small image in each."""
+    from timm.data import ImageNetInfo
+
+    for split in ("train", "val"):
+        for index, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names()):
+            folder = Path("data/imagenet") / split / wnid
+            folder.mkdir(parents=True)
+            Image.new("RGB", (8, 8), (index % 256, index // 4, 90)).save(folder / "a.png")
+    params = Path("params.yaml")
+    params.write_text(params.read_text().replace("train: 1281167, val: 50000", "train: 1000, val: 1000"))
+    assert repro_cli("prepare-data", "--cell", "imagenet")[0] == 0
+
+
+def test_table1_without_a_network(imagenet, published, tmp_path):
+    """For real: the hub's client in a process of its own, with an endpoint that nobody serves and an empty cache."""
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "repro", "evaluate", "--table1", "--data", "imagenet", "--limit", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert "left out: EffNet-B6" in done.stdout and "top-1" not in done.stdout
+    lines = done.stderr.splitlines()
+    assert len(lines) == 15 and lines[-1].startswith("repro: evaluate: 14 of 14 models were not evaluated: regnety_040, ")
+    assert all("weights cannot be fetched and are not in the local cache: http://127.0.0.1:9: " in line for line in lines[:-1])
+    assert not Path("results/measured").exists()
+
+
+WRONG = [
+    (["--limit", "359", "--weights", "W"], "--limit 359: the validation split has 359 images"),
+    (["--weights", "W", "--image-size", "32", "--image-size", "32"], "--image-size 32 is given twice"),
+    (["--weights", "W", "--image-size", "32", "--image-size", "40"], "multiples of the patch size 16"),
+    (["--weights", "W", "--models", "a", "--models", "b"], "a weights file holds one model, 2 are named"),
+    (["--weights", "W", "--table1"], "--table1 names its models and weights itself"),
+    (["--table1"], "has 1000 classes, digits has 10"),
+    (["--pretrained", "--model", DEIT], "has 1000 classes, digits has 10"),
+    (["--pretrained", "--model", "deit_tiny_patch16_22"], "no such model; did you mean 'deit_tiny_patch16_224'?"),
+    (["--pretrained", "--model", f"{DEIT}.nobody_in1k"], "timm has no such weights; of deit_tiny_patch16_224 it has fb_in1k"),
+    (["--pretrained", "--model", "vittt_tiny_patch16_224"], "timm has no published weights; give --weights FILE"),
+    (["--pretrained"], "an untrained model has no accuracy"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_requests_are_one_line_and_write_nothing(weights, repro_cli, options, message):
+    code, _, err = repro_cli("evaluate", "--data", "digits", *[weights if word == "W" else word for word in options])
+    assert code == 2 and err.count("\n") == 1 and message in err
+    assert not Path("results/measured").exists()
+
+
+def test_a_limit_of_imagenets_own_size_is_refused():
+    from repro.core.errors import UserError
+    from stages.evaluate import _check_limit
+
+    _check_limit(49_999, 60_000)
+    with pytest.raises(UserError, match="would be taken for it"):
+        _check_limit(50_000, 60_000)
+
+
+def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
+    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    path = checkout / "large.safetensors"
+    model = timm.create_model("vittt_nano_patch16_144", depth=1, num_classes=10)
+    with torch.no_grad():
+        model.head.bias.fill_(float("inf"))
+    about = {"name": "vittt_nano_patch16_144", "options": {"depth": 1, "num_classes": 10}}
+    save_weights(path, model, **about, preprocessing=PREPROCESSING, classes=classes)
+    code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", "--limit", "9")
+    assert code == 1 and err.count("\n") == 1 and "logits are not finite in fp32" in err
+
+
+def test_long_runs_show_plain_lines(capsys):
+    import time
+
+    from stages.evaluate import _Watched
+
+    batches = [(None, torch.zeros(5))] * 4
+    watched = _Watched(batches, "model at 32", 20)
+    watched._next_line = time.monotonic()  # as if two seconds had passed
+    assert len(list(watched)) == 4
+    watched.close()
+    line = only(capsys.readouterr().err.splitlines())
+    assert line.startswith("model at 32: 5 of 20 images, ") and " img/s, " in line
