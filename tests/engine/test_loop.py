@@ -330,3 +330,43 @@ def test_clipping_bounds_the_first_update(tmp_path):
     train(tmp_path, task, epochs=1, optim=OptimParams(lr=1e-9, clip_grad_norm=0.01, warmup_epochs=0))
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in task.model.parameters()))
     assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
+    """With mixup, stochastic depth and parts of a batch: the loss that training saw is the dump's, and the replay's."""
+    from repro.engine.guard import Guard
+    from repro.engine.loop import Parts, forward_backward
+    from repro.models.registry import build_model
+    from repro.tasks.classification import Classification
+    from repro.tasks.params import MixParams
+
+    class Loader(list):
+        def files(self, epoch, number):
+            return ["a.png"]
+
+    torch.manual_seed(0)
+    model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2, drop_path_rate=0.5).train()
+    mix = MixParams(mixup=0.8, cutmix=1.0)
+    task = Classification(model, Loader([0]), None, batch_size=8, mix=mix, num_classes=10, device=torch.device("cpu"))
+    settings = LoopParams(epochs=1, accumulate=accumulate)
+    parts = Parts.build(task, OptimParams(lr=1e-3), settings, torch.device("cpu"), Ranks())
+    seen, inner = [], task.loss
+    task.loss = lambda batch: (losses := inner(batch), seen.append(losses["loss"].item()))[0]
+    batch = torch.randn(8, 3, 32, 32), torch.arange(8)
+    before = batch[0].clone()
+    guard = Guard(folder=tmp_path, limit=1)
+    guard.remember()
+    numbers = forward_backward(task, parts, batch, accumulate, 5.0)
+    trained = list(seen)
+    assert len(trained) == accumulate and numbers["loss"] == pytest.approx(np.mean(trained)) and torch.equal(batch[0], before)
+    how = {"epoch": 0, "number": 0, "autocast": parts.autocast, "ranks": Ranks(), "accumulate": accumulate, "scale": 1.0}
+    with pytest.raises(RunError, match="bad_step_000000006.pt"):
+        guard.dump(task, batch, step=5, **how)
+    dump = load_dump(tmp_path / "bad_step_000000006.pt")
+    (of_the_dump,) = dump["ranks"]
+    assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate
+    assert list(of_the_dump["statistics"]["own"]["inner_losses"]) == ["blocks.0.mixer", "blocks.1.mixer"]
+    set_rng_state(of_the_dump["rng"])
+    again = diagnose(task, batch, parts.autocast, dump["accumulate"], dump["scale"])
+    assert again["loss"] == trained[-1] and again["outputs"] == of_the_dump["statistics"]["outputs"]
