@@ -8,9 +8,7 @@ Triton with them, are imported nowhere else. The reference backend is plain oper
 Shape letters: B images, T tokens, R directions, H heads, D head width.
 """
 
-import contextlib
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -18,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .. import dispatch
 from . import torch_path
 from .reference import ttt_linear_dual
-
-BACKENDS = ("auto", "triton", "torch", "reference")
-_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def ttt_linear(
@@ -61,7 +57,7 @@ def ttt_linear(
     _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
     if not isinstance(reverse, bool):
         raise TypeError(f"ttt_linear: reverse is {reverse!r}, expected True or False")
-    _check_backend(backend)
+    dispatch.check_backend(backend)
     if backend == "reference":
         return _reference(q, k, v, lr, *parameters, chunk_size, reverse, eps)
     q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
@@ -87,7 +83,7 @@ def ttt_linear_bidir(
     """
     parameters = token_scale, W0, b0, ln_weight, ln_bias
     _check("ttt_linear_bidir", 2, (q, k, v, lr, *parameters), chunk_size, eps)
-    _check_backend(backend)
+    dispatch.check_backend(backend)
     if backend == "reference":
         outs = [
             _reference(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters), chunk_size, r == 1, eps)
@@ -115,45 +111,25 @@ def selected_backend(
     Raises:
         ValueError: an unknown backend, or one that cannot run there.
     """
-    _check_backend(backend)
-    device = torch.device(device)
-    if backend == "auto" and device.type != "cuda":
-        return "torch"
-    if backend in ("auto", "triton"):
-        obstacle = _triton_obstacle(device, int(head_dim), int(chunk_size), dtype)
-        if obstacle and backend == "triton":
-            raise ValueError(f"backend 'triton': {obstacle}; use auto, torch or reference")
-        return "torch" if obstacle else "triton"
-    return backend
+    return dispatch.choose_backend(backend, device, lambda there: _triton_obstacle(there, int(head_dim), int(chunk_size), dtype))
 
 
 @functools.cache
 def _triton_obstacle(device: torch.device, head_dim: int, chunk_size: int, dtype: torch.dtype) -> str | None:
     """What keeps the Triton kernels from running there, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
+    if obstacle := dispatch.package_obstacle():
+        return obstacle
     from . import triton_fwd
 
-    if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
-        return f"q is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
-    shared_kib = None
-    if device.type == "cuda" and torch.cuda.is_available():  # a fake tensor's GPU need not exist
-        properties = torch.cuda.get_device_properties(device)
-        if torch.version.hip is not None or (properties.major, properties.minor) < (8, 0):
-            return f"q is on {properties.name}, expected an NVIDIA GPU from sm_80 on"
-        shared_kib = properties.shared_memory_per_block_optin // 1024
+    if obstacle := dispatch.device_obstacle("q", device, triton_fwd.INTERPRETED):
+        return obstacle
+    properties = dispatch.device_properties(device)
+    shared_kib = properties and properties.shared_memory_per_block_optin // 1024
     return triton_fwd.unsupported(head_dim, chunk_size, dtype, shared_kib)
 
 
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Off where it is on; nothing at all where it is not, so that an exported graph holds no trace of it."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def _reference(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
-    with _no_autocast(q.device.type):
+    with dispatch.no_autocast(q.device.type):
         return ttt_linear_dual(
             q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size=chunk_size, reverse=reverse, eps=eps
         )
@@ -163,11 +139,6 @@ def _run(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, rever
     inputs = q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias
     keep_states = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return _forward_op(*inputs, chunk_size, reverse, eps, backend, keep_states)[0]
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
 def _selected_for(q: Tensor, chunk_size: int, backend: str) -> str:
@@ -192,9 +163,7 @@ def _passes(backend: str):
 def _check(op, directions, arguments, chunk_size, eps):
     """Raise a TypeError or ValueError that names the argument, what it is and what is expected."""
     tensors = dict(zip(("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"), arguments, strict=True))
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name} is {type(x).__name__}, expected a tensor")
+    dispatch.check_are_tensors(op, tensors)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, torch.SymInt)):
         raise TypeError(f"{op}: chunk_size is {chunk_size!r}, expected an integer")
     if chunk_size < 1:
@@ -204,26 +173,12 @@ def _check(op, directions, arguments, chunk_size, eps):
 
     q = tensors["q"]
     letters, R = ("(B,T,H,D)", ()) if directions == 1 else ("(B,T,2,H,D)", (2,))
-    if q.dim() != 4 + len(R) or (R and q.shape[2] != 2):
-        raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected {letters}")
-    if any(size < 1 for size in q.shape):
-        raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected {letters} with every size at least 1")
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"{op}: q is {q.dtype}, expected one of {', '.join(_DTYPES.values())}")
+    dispatch.check_leading(op, "q", q, letters, (None, None, *R, None, None))
     (B, T), (H, D) = q.shape[:2], q.shape[-2:]
     head = (*R, H, D)
     expected = {"lr": (B, T, H), "token_scale": (*R, chunk_size), "W0": (*head, D)}
     expected |= dict.fromkeys(("q", "k", "v"), tuple(q.shape)) | dict.fromkeys(("b0", "ln_weight", "ln_bias"), head)
-    for name, x in tensors.items():
-        if tuple(x.shape) != expected[name]:
-            beside = f"q {tuple(q.shape)} and chunk_size {chunk_size}"
-            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {expected[name]} beside {beside}")
-        allowed = (q.dtype,) if name in ("q", "k", "v") else (torch.float32, q.dtype)
-        if x.dtype not in allowed:
-            wanted = " or ".join(dict.fromkeys(_DTYPES[dtype] for dtype in allowed))
-            raise TypeError(f"{op}: {name} is {_DTYPES.get(x.dtype, x.dtype)}, expected {wanted} beside q in {_DTYPES[q.dtype]}")
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, expected q's device {q.device}")
+    dispatch.check_others(op, "q", tensors, expected, ("q", "k", "v"), f" and chunk_size {chunk_size}")
 
 
 @torch.library.custom_op("vision_ttt::ttt_linear", mutates_args=())
@@ -232,7 +187,7 @@ def _forward_op(
     chunk_size: int, reverse: Sequence[bool], eps: float, backend: str, keep_states: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     module, _ = _passes(_selected_for(q, chunk_size, backend))
-    with _no_autocast(q.device.type):
+    with dispatch.no_autocast(q.device.type):
         return module.forward(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states)
 
 
@@ -240,7 +195,7 @@ def _forward_op(
 def _(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, backend, keep_states):
     module, _ = _passes(_selected_for(q, chunk_size, backend))
     shape = module.states_shape(q.shape, chunk_size, keep_states)
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch_path.compute_dtype(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=dispatch.compute_dtype(q.dtype))
 
 
 @torch.library.custom_op("vision_ttt::ttt_linear_backward", mutates_args=())
@@ -250,7 +205,7 @@ def _backward_op(
     chunk_size: int, reverse: Sequence[bool], eps: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _, module = _passes(_selected_for(q, chunk_size, backend))
-    with _no_autocast(q.device.type):
+    with dispatch.no_autocast(q.device.type):
         return module.backward(dout, states, q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
 
 

@@ -27,6 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..dispatch import compute_dtype
+
 # Sizes that keep scratch memory in the cache and operations large enough to pay for their dispatch. Images are taken in blocks
 # of at most _BLOCK_GROUPS groups, a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk counts for 16 tokens at
 # least, because of the memory of its state) but no fewer than _SEGMENT_TOKENS tokens, so that the states kept for the backward
@@ -37,11 +39,6 @@ _SEGMENT_TOKENS = 128
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _ONLY_INPUT = (True, False, False)  # of LayerNorm's backward: no gradients of weight and bias
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, statistics and products for q of `dtype`: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
