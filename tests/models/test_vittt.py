@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401  registers the models
+from repro.models.backbone import insert_tokens, remove_tokens
 from repro.models.ttt_mixer import DESIGNS, TTTMixer
-from repro.models.vittt import POOLS, Vittt, class_positions, insert_tokens, remove_tokens
+from repro.models.vittt import POOLS, Vittt, class_positions
 
 
 def nano(**options) -> Vittt:

@@ -1,0 +1,221 @@
+"""What the families of this project share: timm's interface and the PlainBackbone protocol, over blocks of one width.
+
+A family adds its blocks, its final norm, its embeddings and its class feature; how images become a grid of patches, features are
+taken from between blocks, heads are exchanged and blocks recomputed is here, once.
+"""
+
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg, checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+Grid = tuple[int, int]
+
+
+class Backbone(nn.Module):
+    """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
+
+    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`, and implements `embed` and `class_feature`; one
+    with class tokens also `prefix_positions`.
+
+    Args:
+        img_size: image height and width that the model is built for; `embed` adapts to others.
+        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
+        in_chans: channels of the image.
+        num_classes: outputs of the head; 0 leaves it out.
+        embed_dim: width D.
+        depth: blocks.
+        pool: how the class feature comes about, for timm's `global_pool`.
+        drop_rate: dropout in front of the head.
+    """
+
+    blocks: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(
+        self, img_size: int | Grid, patch_size: int, in_chans: int, num_classes: int, embed_dim: int, depth: int, *, pool: str, drop_rate: float
+    ):
+        super().__init__()
+        self.img_size, self.patch_size, self.num_classes = to_2tuple(img_size), patch_size, num_classes
+        self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
+        self.depth, self.pool = depth, pool
+        self.grad_checkpointing = False
+        self.grid_size = self.grid_of(*self.img_size)
+        self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
+        self.feature_info = [{"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)]
+
+    def grid_of(self, height: int, width: int) -> Grid:
+        """Patches down and across an image of height x width pixels.
+
+        Raises:
+            ValueError: one of them is not a positive multiple of the patch size.
+        """
+        p = self.patch_size
+        if height < p or width < p or height % p or width % p:
+            raise ValueError(f"image size {height}x{width}: height and width must be positive multiples of the patch size {p}")
+        return height // p, width // p
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> tokens (B, T, D) as the first block takes them, and the (h, w) grid of the patches.
+
+        Raises:
+            ValueError: H or W is not a multiple of the patch size.
+        """
+        raise NotImplementedError
+
+    def patches(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises as `embed`."""
+        grid = self.grid_of(*x.shape[-2:])
+        return self.patch_embed(x).flatten(2).transpose(1, 2), grid
+
+    def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
+        """Positions of the class tokens in the token sequence, ascending; empty where there are none."""
+        return ()
+
+    def class_feature(self, tokens: Tensor) -> Tensor:
+        """Normalised tokens (B, T, D) -> class feature (B, D)."""
+        raise NotImplementedError
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Image (B, C, H, W) -> tokens (B, T, D) after the final norm, class tokens at `prefix_positions`."""
+        tokens, grid = self.embed(x)
+        for block in self.blocks:
+            tokens = self._run_block(block, tokens, grid)
+        return self.norm(tokens)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Normalised tokens (B, T, D) -> logits (B, num_classes), or the class feature (B, D) in front of the head."""
+        feature = self.head_drop(self.class_feature(x))
+        return feature if pre_logits else self.head(feature)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Image (B, C, H, W) -> logits (B, num_classes), or the class feature (B, D) when there is no head."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Patch tokens after chosen blocks, as timm's feature interface wants them.
+
+        Args:
+            x: image (B, C, H, W).
+            indices: the last n blocks if int, all if None, else these blocks.
+            norm: apply the final norm to the intermediates.
+            stop_early: leave out the blocks after the last index.
+            output_fmt: `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D); class tokens are left out.
+            intermediates_only: do not return the final tokens.
+
+        Returns:
+            The intermediates, or (final tokens as of `forward_features`, intermediates).
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        tokens, grid = self.embed(x)
+        positions = self.prefix_positions(grid[0] * grid[1])
+        intermediates = []
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            tokens = self._run_block(block, tokens, grid)
+            if i in take:
+                patches = remove_tokens(self.norm(tokens) if norm else tokens, positions)
+                intermediates.append(patches.transpose(1, 2).unflatten(2, grid).contiguous() if output_fmt == "NCHW" else patches)
+        return intermediates if intermediates_only else (self.norm(tokens), intermediates)
+
+    def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
+        """Drop the blocks after the last index, and on request the final norm and the head; returns the absolute indices."""
+        take, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0)
+        return take
+
+    def set_backend(self, backend: str) -> None:
+        """Which implementation of this project's operator every layer runs; see `kernels`. Nothing where there is no such operator."""
+        for layer in self._operators():
+            layer.backend = backend
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of the operator that runs on this model's device, at its own image size, for activations of `dtype`.
+
+        `torch` for a family that is plain PyTorch.
+        """
+        return next((layer.selected_backend(dtype) for layer in self._operators()), "torch")
+
+    def _operators(self) -> list[nn.Module]:
+        return [module for module in self.blocks.modules() if hasattr(module, "selected_backend")]
+
+    def get_classifier(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for `num_classes`; the class feature belongs to the architecture, so `global_pool` may only repeat it."""
+        if global_pool not in (None, self.pool):
+            raise ValueError(f"global_pool {global_pool!r}: the class strategy of a built model is fixed ({self.pool}); build it with pool=...")
+        self.num_classes = num_classes
+        device, dtype = self.patch_embed.weight.device, self.patch_embed.weight.dtype
+        self.head = nn.Linear(self.embed_dim, num_classes, device=device, dtype=dtype) if num_classes else nn.Identity()
+        if num_classes:
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that put parameters into layers, for layer-wise learning-rate decay."""
+        return {"stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
+    def _run_block(self, block: nn.Module, tokens: Tensor, grid: Grid) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, tokens, grid)
+        return block(tokens, grid)
+
+
+def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """(B, T, D) -> (B, T - len(positions), D) without the tokens at the ascending `positions`."""
+    if not positions:
+        return tokens
+    starts, ends = (0, *(p + 1 for p in positions)), (*positions, tokens.shape[1])
+    return torch.cat([tokens[:, a:b] for a, b in zip(starts, ends, strict=True)], dim=1)
+
+
+def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """The inverse of `remove_tokens`: extra (B, n, D) goes to the n ascending `positions` of the result."""
+    pieces, done = [], 0
+    for i, position in enumerate(positions):
+        pieces += [tokens[:, done : position - i], extra[:, i : i + 1]]
+        done = position - i
+    return torch.cat([*pieces, tokens[:, done:]], dim=1) if positions else tokens
+
+
+def default_cfg(input_size: int) -> dict[str, Any]:
+    """timm's description of a model that takes images of any size, `input_size` pixels a side by default, on ImageNet's statistics."""
+    return {
+        "num_classes": 1000, "input_size": (3, input_size, input_size), "pool_size": None, "crop_pct": 0.875, "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "first_conv": "patch_embed", "classifier": "head",
+        "fixed_input_size": False, "license": "apache-2.0",
+    }  # fmt: skip
+
+
+def create(family: type[Backbone], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+    """Build a registered `variant` of a family as timm's entrypoints do, feature extraction included."""
+    feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
+    return build_model_with_cfg(family, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
