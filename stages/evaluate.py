@@ -185,7 +185,7 @@ class _Bench:
     def _at(self, subject: Subject, size: int) -> dict[str, Any]:
         import torch
 
-        from repro.data.imagenet import ImageFolder, eval_transform
+        from repro.data.imagenet import ImageFolder, ToInput, eval_transform
         from repro.data.loader import EvalLoader
         from repro.models.registry import family_module, kernel_backend
         from repro.tasks.classification import accuracy
@@ -200,7 +200,7 @@ class _Bench:
         watched = _Watched(loader, f"{subject.name} at {size}", len(dataset))
         try:
             with _one_line(subject.name, size), torch.autocast(device.type, dtype=dtype, enabled=asked.dtype != "fp32"):
-                numbers = accuracy(network, watched, device)
+                numbers = accuracy(network, watched, ToInput(transform, device))
         finally:
             watched.close()
             loader.close()

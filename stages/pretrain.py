@@ -256,7 +256,7 @@ class _Made:
         import torch
         from torch.utils.flop_counter import FlopCounterMode
 
-        image = self.task.train.dataset[(0, 0)][0].unsqueeze(0).to(self.device)
+        image = self.task.eval_input(self.task.train.dataset[(0, 0)][0].unsqueeze(0))
         model = self.task.model.eval()
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             model(image)
@@ -305,7 +305,8 @@ class _Made:
         val = EvalLoader(val_set, batch_size=micro, **here)
         return cls(
             task=Classification(
-                model, train, val, batch_size=params.batch_size, mix=params.mix, num_classes=len(tree.classes), device=device, ranks=ranks
+                model, train, val, batch_size=params.batch_size, transform=params.transform, mix=params.mix,
+                num_classes=len(tree.classes), device=device, ranks=ranks,
             ),
             settings=LoopParams(
                 epochs=params.epochs, evaluate_every=params.evaluate_every, precision=precision, accumulate=share // micro,

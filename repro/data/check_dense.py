@@ -13,7 +13,7 @@ from PIL import Image
 
 from .check import Depth, Report, choose, inspect, list_folder, of_all, reason
 from .check_tree import image_size
-from .tree import EXTENSIONS
+from .tree import EXTENSIONS, Source
 
 _RENEW_COCO = "unpack annotations_trainval2017.zip again"
 _ADE_RELEASE = (
@@ -62,7 +62,7 @@ def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts
     sized = {split: _check_coco_split(root, split, report, expected) for split in expected.images}
     picked = choose({split: len(images) for split, images in sized.items()}, depth)
     chosen = [(f"{split}/{sized[split][i][0]}", sized[split][i][1]) for split in picked for i in picked[split]]
-    results = inspect(image_size, [str(root / place) for place, _ in chosen], depth.workers, "decoding")
+    results = inspect(image_size, [Source(str(root / place)) for place, _ in chosen], depth.workers, "decoding")
     bad, other = [], []
     for (place, size), result in zip(chosen, results, strict=True):
         if isinstance(result, str):
@@ -277,7 +277,7 @@ def _ade_pairs(base: Path, split: str, report: Report, expected: int) -> list[st
 
 def _inspect_pair(paths: tuple[str, str]) -> tuple[int, str, frozenset[int]]:
     """(which of the two is bad, what is wrong with it or an empty string, the label values)."""
-    size = image_size(paths[0])
+    size = image_size(Source(paths[0]))
     if isinstance(size, str):
         return 0, size, frozenset()
     try:

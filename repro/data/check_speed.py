@@ -13,11 +13,11 @@ import torch
 from .imagenet import ImageFolder, read_rgb, train_transform
 from .loader import TrainLoader, TrainOrder
 from .settings import TransformSettings
-from .tree import scan_tree
+from .tree import Source, scan_tree
 
 # of profiles/paper.yaml (a test compares them): the recipe that a long run would use
 TRANSFORM = TransformSettings(image_size=224, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25)
-_BATCH_SIZE = 16
+_BATCH_SIZE = 64
 _SEED = 0
 
 
@@ -59,13 +59,13 @@ class Speed:
 
 
 def measure_speed(
-    root: Path, kind: str, workers: int, *, batches: int = 32, rounds: int = 3, log: Callable[[str], None] = print
+    root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print
 ) -> Speed:
     """Time the loader and the bare loop in turns, on the training images of a tree.
 
     Args:
         workers: processes of each; at least 1.
-        batches: of 16 images, timed in a round after two for each worker; rounded up to full turns of the workers.
+        batches: of 64 images, timed in a round after two for each worker; rounded up to full turns of the workers.
         rounds: in turns, so that other load on the machine meets both; the range of each shows how much there was.
         log: takes progress lines.
 
@@ -81,11 +81,11 @@ def measure_speed(
     order = TrainOrder(size, batch_size, _SEED)
     epochs = itertools.chain.from_iterable(order.batches(epoch, 0) for epoch in itertools.count())
     keys = itertools.chain.from_iterable(itertools.islice(epochs, warm + timed))
-    files = [str(tree.path("train", index)) for _, index in keys]
-    for file in sorted(set(files)):
-        Path(file).read_bytes()  # neither measurement is to pay for the disk
+    sources = [tree.source("train", index) for _, index in keys]
+    for source in sorted(set(sources)):
+        source.read()  # neither measurement is to pay for the disk
     dataset = ImageFolder(tree, "train", train_transform(TRANSFORM), seed=_SEED)
-    shares = [files[warm * batch_size :][place::workers] for place in range(workers)]
+    shares = [sources[warm * batch_size :][place::workers] for place in range(workers)]
     loader_rates, bare_rates = [], []
     for number in range(rounds):
         log(f"timing the loader and the bare loop, round {number + 1} of {rounds}")
@@ -112,10 +112,10 @@ def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int,
         loader.close()
 
 
-def _bare_loop(files: list[str]) -> float:
+def _bare_loop(sources: list[Source]) -> float:
     """Images per second of one process."""
     transform = train_transform(TRANSFORM)
     started = time.perf_counter()
-    for file in files:
-        transform(read_rgb(file))
-    return len(files) / (time.perf_counter() - started)
+    for source in sources:
+        transform(read_rgb(source))
+    return len(sources) / (time.perf_counter() - started)

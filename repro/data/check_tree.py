@@ -1,4 +1,4 @@
-"""The check of ImageNet-1K and of the embedded digits, which are laid out as it is: <root>/{train,val}/<class>/<image>."""
+"""The check of ImageNet-1K, in folders or archives, and of the embedded digits: <root>/{train,val}/<class>/<image>."""
 
 import functools
 import json
@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.errors import UserError
 from .check import Depth, Progress, Report, choose, inspect, list_folder, of_all, reason
 from .imagenet import read_rgb
 from .manifest import IMAGENET_1K
 from .settings import ExpectedCounts
-from .tree import EXTENSIONS, SPLITS
+from .shards import is_sharded
+from .tree import EXTENSIONS, SPLITS, Source, Tree, read_archives
 
 # of the default settings; the split is a setting, so their sum is what is compared
 DIGITS = ExpectedCounts(classes=10, train=1438, val=359)
@@ -44,7 +46,7 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         UserError: a folder that cannot be listed. RunError: a decoding process died.
     """
     wnids = _wnids()
-    splits = _read_splits(root, report, "imagenet")
+    splits, archived = _read_splits(root, report, "imagenet")
     if not splits:
         return
     for split, folders in splits.items():
@@ -58,13 +60,13 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         _check_train_names(known["train"], report)
     if "val" in splits:
         _check_val_mapping(known["val"], wnids, report)
-    _check_files(root, splits, report, depth, _AGAIN)
+    _check_files(root, splits, archived, report, depth, _AGAIN)
 
 
 def check_digits(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = DIGITS) -> None:
     """Check the embedded data set; arguments and errors as `check_imagenet`. How it is split is a setting, the sum is not."""
     advice = "remove the folder and run `repro prepare-data`, which writes it anew"
-    splits = _read_splits(root, report, "digits")
+    splits, archived = _read_splits(root, report, "digits")
     for split, folders in splits.items():
         names = [f"digit_{digit}" for digit in range(10)]
         if _check_classes(root / split, folders, names, expected.classes, report):
@@ -73,15 +75,15 @@ def check_digits(root: Path, report: Report, depth: Depth, *, expected: Expected
         found = sum(len(files) for folders in splits.values() for files in folders.values())
         report.counts("train/ and val/", found, expected.train + expected.val, "images together", advice)
     _check_same_classes(root, splits, report)
-    _check_files(root, splits, report, depth, advice)
+    _check_files(root, splits, archived, report, depth, advice)
 
 
-def image_size(path: str | os.PathLike) -> tuple[int, int] | str:
+def image_size(source: Source) -> tuple[int, int] | str:
     """(width, height) in pixels of an image that decodes as the loaders decode it, or what is wrong with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, on EXIF data that nobody reads here
         try:
-            return read_rgb(path).size
+            return read_rgb(source).size
         except Exception as error:  # whatever a damaged file makes Pillow raise is the finding
             return f"cannot be decoded: {reason(error)}"
 
@@ -99,14 +101,20 @@ def _real_labels() -> list[list[int]]:
     return json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
 
 
-def _read_splits(root: Path, report: Report, kind: str) -> dict[str, Folders]:
-    """The splits that hold class folders; what is wrong with the layout is reported."""
-    splits = {}
+def _read_splits(root: Path, report: Report, kind: str) -> tuple[dict[str, Folders], dict[str, Tree]]:
+    """The splits that hold class folders or archives, and those that hold archives; what is wrong with the layout is reported."""
+    splits: dict[str, Folders] = {}
+    archived: dict[str, Tree] = {}
     for split in SPLITS:
         if not (root / split).is_dir():
             inside = next((place for place in _INSIDE if all((root / place / name).is_dir() for name in SPLITS)), None)
             advice = f"give {root / inside} as ROOT" if inside else "lay it out as docs/data.md says"
             report.error(root / split, "no such folder", advice)
+            continue
+        if is_sharded(root / split):
+            tree = _read_archived(root, split, report)
+            if tree is not None:
+                archived[split], splits[split] = tree, _folders(tree, split)
             continue
         files, names = list_folder(root / split)
         _check_loose(split, files, names, report, kind)
@@ -132,7 +140,26 @@ def _read_splits(root: Path, report: Report, kind: str) -> dict[str, Folders]:
         if other:
             shown = ", ".join(other[:3]) + (", ..." if len(other) > 3 else "")
             report.warning(f"{split}/", f"{len(other):,} files that are not images ({shown})", _NOT_READ)
-    return splits
+    return splits, archived
+
+
+def _read_archived(root: Path, split: str, report: Report) -> Tree | None:
+    try:
+        classes, files = read_archives(root / split)
+    except UserError as error:
+        what, _, advice = str(error).rpartition("; ")
+        report.error(f"{split}/", what or advice, advice if what else "see docs/data.md")
+        return None
+    report.ok(f"{split}/: {len(files.archives.files):,} archives")
+    return Tree(root, classes, {split: files})
+
+
+def _folders(tree: Tree, split: str) -> Folders:
+    files = tree.splits[split]
+    folders: Folders = {name: {} for name in tree.classes}
+    for name, size, target in zip(files.names.tolist(), files.sizes.tolist(), files.targets.tolist()):
+        folders[tree.classes[target]][os.fsdecode(name)] = size
+    return folders
 
 
 def _check_loose(split: str, files: dict[str, int], folders: list[str], report: Report, kind: str) -> None:
@@ -222,7 +249,15 @@ def _check_val_mapping(folders: Folders, wnids: Sequence[str], report: Report) -
         report.ok(f"val/: images lie in the folders of their classes ({agree:,} of {judged:,} agree with the ReaL labels)")
 
 
-def _check_files(root: Path, splits: dict[str, Folders], report: Report, depth: Depth, advice: str) -> None:
+def _source(root: Path, place: str, archived: dict[str, Tree]) -> Source:
+    split, name, file = place.split("/", 2)
+    if split not in archived:
+        return Source(str(root / place))
+    tree = archived[split]
+    return tree.source(split, tree.splits[split].find(tree.classes.index(name), file))
+
+
+def _check_files(root: Path, splits: dict[str, Folders], archived: dict[str, Tree], report: Report, depth: Depth, advice: str) -> None:
     """Name the empty files of all, and those of the sample that cannot be decoded."""
     full: dict[str, list[str]] = {split: [] for split in splits}
     empty = []
@@ -234,7 +269,7 @@ def _check_files(root: Path, splits: dict[str, Folders], report: Report, depth: 
     picked = choose({split: len(places) for split, places in full.items()}, depth)
     chosen = {split: [full[split][i] for i in picked[split]] for split in splits}
     places = [place for split in chosen for place in chosen[split]]
-    results = inspect(image_size, [str(root / place) for place in places], depth.workers, "decoding")
+    results = inspect(image_size, [_source(root, place, archived) for place in places], depth.workers, "decoding")
     bad = [(place, result) for place, result in zip(places, results, strict=True) if isinstance(result, str)]
     report.error_each(bad, advice)
     for split, found in chosen.items():

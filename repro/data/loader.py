@@ -149,7 +149,7 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Training batches: fp32 images (B, 3, H, W) and int64 targets (B,).
+    """Training batches: uint8 images (B, 3, H, W), which `imagenet.ToInput` normalises, and int64 targets (B,).
 
     Args:
         dataset: the training split.

@@ -1,15 +1,31 @@
-"""The ImageNet folder layout: root/{train,val}/<class>/<image>, scanned once with `os.scandir`."""
+"""The ImageNet folder layout: root/{train,val}/<class>/<image>, scanned once with `os.scandir`; or archives, see `shards`."""
 
 import dataclasses
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..core.errors import UserError
+from .shards import Archives, is_sharded, list_shards
 
 SPLITS = ("train", "val")
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+
+
+class Source(NamedTuple):
+    """Bytes of an image: a whole file, or `size` bytes of it from `offset` on."""
+
+    file: str
+    offset: int = 0
+    size: int | None = None
+
+    def read(self) -> bytes:
+        """The bytes; raises OSError."""
+        with open(self.file, "rb") as stream:
+            stream.seek(self.offset)
+            return stream.read(-1 if self.size is None else self.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +38,18 @@ class Split:
         names: (N,) bytes; file names within their class folder.
         sizes: (N,) int64; bytes.
         targets: (N,) int64; class indices.
+        archives: where the images lie, if not in class folders.
     """
 
     names: np.ndarray
     sizes: np.ndarray
     targets: np.ndarray
+    archives: Archives | None = None
+
+    def find(self, target: int, name: str) -> int:
+        """The index of an image, by its class index and its name."""
+        first, last = np.searchsorted(self.targets, (target, target + 1))
+        return int(first + np.searchsorted(self.names[first:last], os.fsencode(name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +67,19 @@ class Tree:
     splits: dict[str, Split]
 
     def path(self, split: str, index: int) -> Path:
-        """The file of one sample."""
+        """The file of one sample; of one in an archive, the archive's path and the name in it."""
         files = self.splits[split]
+        if files.archives is not None:
+            return self.root / split / files.archives.file(index) / os.fsdecode(files.names[index])
         return self.root / split / self.classes[files.targets[index]] / os.fsdecode(files.names[index])
+
+    def source(self, split: str, index: int) -> Source:
+        """Where the bytes of one sample are."""
+        files = self.splits[split]
+        if files.archives is None:
+            return Source(str(self.path(split, index)))
+        archive = self.root / split / files.archives.file(index)
+        return Source(str(archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
 
 def scan_tree(root: Path, kind: str) -> Tree:
@@ -61,17 +94,31 @@ def scan_tree(root: Path, kind: str) -> Tree:
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; {_layout(kind)}")
-    folders = {split: _class_folders(root / split, kind) for split in SPLITS}
-    train, val = (set(folders[split]) for split in SPLITS)
+    found = {split: _read_split(root / split, kind) for split in SPLITS}
+    train, val = (set(found[split][0]) for split in SPLITS)
     if train != val:
         name = min(train ^ val)
         there, missing = ("train", "val") if name in train else ("val", "train")
         raise UserError(
             f"{root}: class {name!r} is in {there} but not in {missing} ({len(train ^ val)} such classes); "
-            "both splits need the same class folders"
+            "both splits need the same classes"
         )
-    classes = tuple(folders["train"])
-    return Tree(root, classes, {split: _read_split(root / split, classes) for split in SPLITS})
+    return Tree(root, found["train"][0], {split: files for split, (_, files) in found.items()})
+
+
+def _read_split(folder: Path, kind: str) -> tuple[tuple[str, ...], Split]:
+    """The classes, sorted, and the files of one split."""
+    if folder.is_dir() and is_sharded(folder):
+        return read_archives(folder)
+    classes = tuple(_class_folders(folder, kind))
+    return classes, _read_folders(folder, classes)
+
+
+def read_archives(folder: Path) -> tuple[tuple[str, ...], Split]:
+    """The classes, sorted, and the images of a split that lies in archives; see `shards.list_shards`, also for errors."""
+    listed, archives = list_shards(folder, EXTENSIONS)
+    classes = tuple(os.fsdecode(name) for name in listed.pop("classes").tolist())
+    return classes, Split(**listed, archives=archives)
 
 
 def _class_folders(folder: Path, kind: str) -> list[str]:
@@ -94,7 +141,7 @@ def _class_folders(folder: Path, kind: str) -> list[str]:
     return sorted(names)
 
 
-def _read_split(folder: Path, classes: tuple[str, ...]) -> Split:
+def _read_folders(folder: Path, classes: tuple[str, ...]) -> Split:
     names: list[bytes] = []
     sizes: list[int] = []
     counts = []

@@ -9,7 +9,9 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from ..core.ranks import Ranks
+from ..data.imagenet import ToInput
 from ..data.loader import Batch, EvalLoader, TrainLoader
+from ..data.settings import TransformSettings
 from .params import MixParams
 
 
@@ -21,6 +23,7 @@ class Classification:
         train: training batches.
         val: validation batches, every sample once.
         batch_size: images per step, of all ranks together.
+        transform: how batches become inputs of the model.
         mix: softening of the targets; a mixed batch must be even.
         num_classes: classes of the data set.
         device: where the model lies.
@@ -28,12 +31,13 @@ class Classification:
     """
 
     def __init__(
-        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, batch_size: int, mix: MixParams, num_classes: int,
-        device: torch.device, ranks: Ranks = Ranks(),
+        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, batch_size: int,
+        transform: TransformSettings, mix: MixParams, num_classes: int, device: torch.device, ranks: Ranks = Ranks(),
     ):  # fmt: skip
         self.model = self.network = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
+        self.train_input, self.eval_input = ToInput(transform, device, training=True), ToInput(transform, device)
         self.label_smoothing = mix.label_smoothing
         self.mixup = None
         if mix.mixup or mix.cutmix:
@@ -52,8 +56,7 @@ class Classification:
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy with softened targets."""
-        # a copy: timm mixes in place, and the batch may be asked for again
-        images, targets = (t.to(self.device, non_blocking=True, copy=True) for t in batch)
+        images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
         if self.mixup is None:
             return {"loss": F.cross_entropy(self.network(images).float(), targets, label_smoothing=self.label_smoothing)}
         images, soft = self.mixup(images, targets)
@@ -65,7 +68,7 @@ class Classification:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Top-1 and top-5 in percent and the plain cross-entropy, over the whole validation split, whatever the ranks."""
-        return accuracy(model, self.val, self.device, self.ranks)
+        return accuracy(model, self.val, self.eval_input, self.ranks)
 
     def describe(self, epoch: int, number: int) -> list[str]:
         """The files of this rank's batch."""
@@ -86,7 +89,7 @@ class Classification:
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in learners]
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                self.model(batch[0].to(self.device))
+                self.model(self.eval_input(batch[0]))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -94,13 +97,13 @@ class Classification:
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device, ranks: Ranks = Ranks()) -> dict[str, float]:
+def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Tensor], Tensor], ranks: Ranks = Ranks()) -> dict[str, float]:
     """Accuracy of a model in eval mode.
 
     Args:
-        model: images (B, 3, H, W) -> logits (B, num_classes).
+        model: inputs (B, 3, H, W) -> logits (B, num_classes).
         batches: images and integer targets; on several ranks each one's share.
-        device: where the model lies.
+        to_input: images -> inputs, where the model lies.
         ranks: over which the counts are added up.
 
     Returns:
@@ -108,8 +111,8 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], device: torch.device, r
     """
     loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:
-        targets = targets.to(device)
-        logits = model(images.to(device)).float()
+        logits = model(to_input(images)).float()
+        targets = targets.to(logits.device)
         ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
         loss += float(F.cross_entropy(logits, targets, reduction="sum"))
         top1 += int(ranked[:, 0].sum())

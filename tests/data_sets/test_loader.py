@@ -1,3 +1,4 @@
+import dataclasses
 import multiprocessing
 import os
 import random
@@ -14,18 +15,18 @@ import torch
 from PIL import Image
 
 from repro.core.errors import RunError, UserError
-from repro.data.imagenet import ImageFolder, eval_transform, train_transform
+from repro.data.imagenet import ImageFolder, ToInput, eval_transform, train_transform
 from repro.data.loader import EvalLoader, TrainLoader
 from repro.data.settings import TransformSettings
 from repro.data.tree import scan_tree
 
-PLAIN = TransformSettings(image_size=16, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-HEAVY = TransformSettings(image_size=16, scale=(0.3, 1.0), color_jitter=0.4, auto_augment="rand-m9-n2-mstd0.5-inc1", re_prob=0.5)
+PLAIN = TransformSettings(image_size=16, crop_pct=1.0)
+HEAVY = TransformSettings(image_size=16, scale=(0.3, 1.0), color_jitter=0.4, auto_augment="rand-m9-n2-mstd0.5-inc1")
 
 
 def places(images: torch.Tensor) -> list[int]:
     """The place of each image in the split, read from its pixels (see the fixture)."""
-    return (images.mean(dim=(1, 2, 3)) * 25.5).round().int().tolist()
+    return (images.float().mean(dim=(1, 2, 3)) / 10).round().int().tolist()
 
 
 def evaluation(root, **options):
@@ -261,8 +262,10 @@ def test_eval_transform_is_resize_centre_crop_normalise(tmp_path):
     settings = TransformSettings(image_size=8, crop_pct=0.5)
     pixels = np.zeros((32, 64, 3), dtype=np.uint8)
     pixels[8:24, 24:40] = (255, 128, 0)  # the centre 16x16, which a short side of 16 shrinks to 8x8
-    tensor = eval_transform(settings)(Image.fromarray(pixels))
-    assert tensor.shape == (3, 8, 8) and tensor.dtype == torch.float32
+    scan = eval_transform(settings)(Image.fromarray(pixels))
+    assert scan.shape == (3, 8, 8) and scan.dtype == torch.uint8
+    (tensor,) = ToInput(settings, torch.device("cpu"))(scan[None])
+    assert tensor.dtype == torch.float32
     expected = (torch.tensor([255, 128, 0]) / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)
     torch.testing.assert_close(tensor[:, 2:6, 2:6], expected[:, None, None].expand(3, 4, 4))
 
@@ -284,7 +287,7 @@ def test_randaugment_strings_that_timm_takes(text):
 @pytest.mark.parametrize("text", ["rand-m10-n1-p1.0-inc1", "rand-m0-n1-p1.0"])
 def test_posterisation_to_no_bits_is_black(text):
     # timm asks for int(4 - 10 / 10 * 4) = 0 and int(0 / 10 * 4) = 0 bits here; a value keeps v & 0 = 0
-    transform = train_transform(TransformSettings(image_size=16, auto_augment=text, mean=(0, 0, 0), std=(1, 1, 1)))
+    transform = train_transform(TransformSettings(image_size=16, auto_augment=text))
     (step,) = [step for step in transform.transforms if hasattr(step, "ops")]
     step.ops = [op for op in step.ops if op.name.startswith("Posterize")]
     assert len(step.ops) == 1
@@ -294,11 +297,11 @@ def test_posterisation_to_no_bits_is_black(text):
 @pytest.mark.parametrize("text", ["rand-m1-n1-p1.0-inc1", "rand-m10-n1-p1.0"])
 def test_posterisation_otherwise(text):
     # 4 - int(1 / 10 * 4) = 4 and int(10 / 10 * 4) = 4 bits: the lower 4 are cleared
-    transform = train_transform(TransformSettings(image_size=16, auto_augment=text, mean=(0, 0, 0), std=(1, 1, 1)))
+    transform = train_transform(TransformSettings(image_size=16, auto_augment=text))
     (step,) = [step for step in transform.transforms if hasattr(step, "ops")]
     step.ops = [op for op in step.ops if op.name.startswith("Posterize")]
-    values = transform(Image.new("RGB", (16, 16), (200, 100, 50)))[:, 8, 8] * 255
-    assert values.round().tolist() == [200 & 0xF0, 100 & 0xF0, 50 & 0xF0]
+    values = transform(Image.new("RGB", (16, 16), (200, 100, 50)))[:, 8, 8]
+    assert values.tolist() == [200 & 0xF0, 100 & 0xF0, 50 & 0xF0]
 
 
 @pytest.mark.parametrize(
@@ -326,4 +329,28 @@ def test_preprocessing_travels_with_weights_and_is_read_from_timm():
     assert eval_transform(TransformSettings.from_preprocessing(settings.preprocessing(), 32))(picture).shape == (3, 32, 32)
     config = timm.get_pretrained_cfg("deit_tiny_patch16_224.fb_in1k").to_dict()
     theirs = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=config))
-    assert torch.equal(eval_transform(TransformSettings.from_preprocessing(config))(picture), theirs(picture))
+    settings = TransformSettings.from_preprocessing(config)
+    (ours,) = ToInput(settings, torch.device("cpu"))(eval_transform(settings)(picture)[None])
+    torch.testing.assert_close(ours, theirs(picture))
+
+
+def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
+    """As the paper's recipe has it: of images chosen with the given probability, after normalisation, N(0, 1) for each value."""
+    settings, cpu = TransformSettings(image_size=32, re_prob=0.25), torch.device("cpu")
+    images = torch.randint(0, 256, (400, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    plain = ToInput(settings, cpu)(images)
+    assert torch.equal(plain, ToInput(dataclasses.replace(settings, re_prob=0.0), cpu, training=True)(images))
+    random.seed(0), torch.manual_seed(0)
+    erased = ToInput(settings, cpu, training=True)(images)
+    touched = (erased != plain).any(dim=1)
+    chosen = touched.any(dim=(1, 2))
+    assert 70 <= int(chosen.sum()) <= 130  # 100 expected; 3.5 standard deviations
+    noise = []
+    for image, mask in zip(erased[chosen], touched[chosen]):
+        rows, columns = mask.any(dim=1).nonzero().flatten(), mask.any(dim=0).nonzero().flatten()
+        inside = image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        assert mask.sum() == inside[0].numel(), "not a filled rectangle"
+        assert 0.01 * 1024 <= inside[0].numel() <= 0.36 * 1024  # a share of 0.02 to 1/3, rounded to whole rows and columns
+        noise.append(inside.flatten())
+    noise = torch.cat(noise)
+    assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02

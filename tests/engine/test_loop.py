@@ -334,7 +334,8 @@ def test_clipping_bounds_the_first_update(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
-    """With mixup, stochastic depth and parts of a batch: the loss that training saw is the dump's, and the replay's."""
+    """With erasing, mixup, stochastic depth and parts of a batch: the loss that training saw is the dump's, and the replay's."""
+    from repro.data.settings import TransformSettings
     from repro.engine.guard import Guard
     from repro.engine.loop import Parts, forward_backward
     from repro.models.registry import build_model
@@ -347,13 +348,13 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
 
     torch.manual_seed(0)
     model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2, drop_path_rate=0.5).train()
-    mix = MixParams(mixup=0.8, cutmix=1.0)
-    task = Classification(model, Loader([0]), None, batch_size=8, mix=mix, num_classes=10, device=torch.device("cpu"))
+    made_of = {"transform": TransformSettings(image_size=32, re_prob=0.5), "mix": MixParams(mixup=0.8, cutmix=1.0)}
+    task = Classification(model, Loader([0]), None, batch_size=8, num_classes=10, device=torch.device("cpu"), **made_of)
     settings = LoopParams(epochs=1, accumulate=accumulate)
     parts = Parts.build(task, OptimParams(lr=1e-3), settings, torch.device("cpu"), Ranks())
     seen, inner = [], task.loss
     task.loss = lambda batch: (losses := inner(batch), seen.append(losses["loss"].item()))[0]
-    batch = torch.randn(8, 3, 32, 32), torch.arange(8)
+    batch = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     before = batch[0].clone()
     guard = Guard(folder=tmp_path, limit=1)
     guard.remember()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from repro.data.settings import TransformSettings
 from repro.tasks.classification import Classification, accuracy
 from repro.tasks.params import MixParams
 
@@ -26,12 +27,15 @@ def task(mix):
     class Loader(list):
         pass
 
-    return Classification(Table(), Loader(), Loader(), batch_size=2, mix=mix, num_classes=3, device=torch.device("cpu"))
+    as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
+    return Classification(
+        Table(), Loader(), Loader(), batch_size=2, transform=as_is, mix=mix, num_classes=3, device=torch.device("cpu")
+    )
 
 
 def test_accuracy_counts_every_image_once():
     batches = [(image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), torch.tensor([0, 0])), (image_of([9, 8, 7, 6, 5, 4]), torch.tensor([5]))]
-    numbers = accuracy(Table(), batches, torch.device("cpu"))
+    numbers = accuracy(Table(), batches, lambda images: images)
     assert numbers["images"] == 3
     assert numbers["top1_percent"] == pytest.approx(100 / 3)
     assert numbers["top5_percent"] == pytest.approx(100 / 3)  # the other two targets are ranked last of six
@@ -42,7 +46,7 @@ def test_accuracy_counts_every_image_once():
 
 
 def test_top5_with_fewer_classes():
-    numbers = accuracy(Table(), [(image_of([1, 2, 3]), torch.tensor([0]))], torch.device("cpu"))
+    numbers = accuracy(Table(), [(image_of([1, 2, 3]), torch.tensor([0]))], lambda images: images)
     assert (numbers["top1_percent"], numbers["top5_percent"]) == (0, 100)
 
 
