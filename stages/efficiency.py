@@ -15,7 +15,7 @@ from repro.core.config import bounded, load_section
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record, write_text
-from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime
+from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime, torch_dtype
 
 COMPARED_AT = 1280  # the side at which the paper states speed-up and memory saved (Fig. 1)
 COLUMNS = (
@@ -111,7 +111,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
     from kernels import selected_backend
     from repro.measure.flops import cost
     from repro.measure.op_rate import op_rate
-    from repro.measure.speed import DTYPES, RowSpec, measure
+    from repro.measure.speed import RowSpec, measure
 
     started = time.monotonic()
     device = choose_device(runtime.device)
@@ -129,7 +129,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
         for model, attention in _models(params)
     ]
     try:
-        backend = selected_backend(params.backend, device, dtype=getattr(torch, DTYPES[params.dtype]))
+        backend = selected_backend(params.backend, device, dtype=torch_dtype(params.dtype))
         for spec in specs:  # a row that cannot run is the parameters' mistake, and is found before any other is measured
             cost(spec.model, spec.options, spec.resolution)
     except ValueError as error:

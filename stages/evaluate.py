@@ -17,7 +17,7 @@ import typer
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import atomic, make_identity, write_record, write_text
-from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime
+from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime, torch_dtype
 from repro.data.settings import TransformSettings
 
 LIMIT_SEED = 0  # of the images that --limit draws: the same ones for every model
@@ -192,7 +192,7 @@ class _Bench:
 
         started = time.monotonic()
         asked, device = self.asked, self.device
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[asked.dtype]
+        dtype = torch_dtype(asked.dtype)
         network = subject.build(size).to(device).eval()
         transform = TransformSettings.from_preprocessing(subject.preprocessing, size)
         dataset = ImageFolder(self.tree, "val", eval_transform(transform))
@@ -259,7 +259,7 @@ def _some(tree: Any, limit: int) -> Any:
 
     files = tree.splits["val"]
     chosen = np.sort(np.random.Generator(np.random.PCG64(LIMIT_SEED)).choice(len(files.names), limit, replace=False))
-    part = dataclasses.replace(files, **{f.name: getattr(files, f.name)[chosen] for f in dataclasses.fields(files)})
+    part = files.take(chosen)
     return dataclasses.replace(tree, splits={**tree.splits, "val": part})
 
 

@@ -16,7 +16,15 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.ranks import Ranks, joined, launch
 from repro.core.record import hash_files, make_identity, read_json, write_json, write_record
-from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime, seed_everything
+from repro.core.runtime import (
+    Runtime,
+    choose_device,
+    device_label,
+    device_slug,
+    load_runtime,
+    seed_everything,
+    torch_dtype,
+)
 from repro.data.settings import TransformSettings
 from repro.engine.params import LoopParams, OptimParams
 from repro.tasks.params import MixParams
@@ -74,18 +82,22 @@ class PretrainParams:
 def command(
     cell: Annotated[str | None, typer.Option(help="One cell of the `pretrain:` section; all of them without it.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")] = None,
-    replay_bad_step: Annotated[Path | None, typer.Option(help="With --cell: run the step of this dump again, and show it.")] = None,
+    replay_bad_step: Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show it.")] = None,
 ) -> None:
     """Train a classifier; a stopped run continues where it was."""
     paths = find_root()
     runtime = load_runtime(paths)
+    if replay_bad_step is not None and cell is None:
+        cell = replay_bad_step.absolute().parent.name.rpartition("-")[0]  # the folder of a run's state
+        if cell not in section_keys(paths.params, "pretrain"):
+            raise UserError(f"pretrain: {replay_bad_step} lies in no folder of a run; say with --cell which one it is of")
     cells = {
         name: load_section(PretrainParams, paths.params, "pretrain", name)
         for name in ([cell] if cell else section_keys(paths.params, "pretrain"))
     }
     if replay_bad_step is not None:
-        if cell is None or gpus is not None:
-            raise UserError("pretrain: --replay-bad-step needs the --cell that it is of, and no --gpus")
+        if gpus is not None:
+            raise UserError("pretrain: --replay-bad-step runs in one process; leave --gpus out")
         replay(replay_bad_step, cells[cell], paths, runtime, cell)
     elif gpus is not None and "WORLD_SIZE" not in os.environ:
         for name, params in cells.items():  # said at once, and not by every process
@@ -120,7 +132,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     made = _Made.of(params, paths, runtime, cell, ranks)
     folder, state = paths.cell("pretrain", cell), state_folder(params, paths, cell)
     if ranks.first:
-        _require_same_run(state, made.manifest_path, ranks.world_size)
+        write_json(state / "run.json", _same_run(state, made.manifest_path, ranks.world_size))
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots = state / "snapshots"
     snapshots.mkdir(parents=True, exist_ok=True)
@@ -129,9 +141,9 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
         if epoch in params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **made.described)
 
-    backend = kernel_backend(made.task.model, made.dtype)
-    facts = {"world_size": ranks.world_size, "micro_batch": params.batch_size // ranks.world_size // made.settings.accumulate}
-    facts |= {"accumulate": made.settings.accumulate, "device": device_label(made.device), "dtype": made.settings.precision}
+    backend = kernel_backend(made.task.model, torch_dtype(made.settings.precision))
+    facts = {"world_size": ranks.world_size, "micro_batch": made.micro_batch, "accumulate": made.settings.accumulate}
+    facts |= {"device": device_label(made.device), "dtype": made.settings.precision}
     asked = dataclasses.asdict(params)
     resolved = recipe.resolve(asked, **facts, backend=backend, train_images=len(made.task.train.dataset))
     departures = recipe.departures(asked, resolved)
@@ -227,7 +239,7 @@ def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runti
         finally:
             made.task.train.close()
             made.task.val.close()
-        where = f"step {dump['step'] + 1}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
         print(f"{where}: loss {found['loss']}")
         print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
         print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
@@ -246,7 +258,7 @@ class _Made:
     task: Any
     settings: LoopParams
     device: Any
-    dtype: Any
+    micro_batch: int
     kind: str
     manifest_path: Path
     described: dict[str, Any]
@@ -311,10 +323,9 @@ class _Made:
             settings=LoopParams(
                 epochs=params.epochs, evaluate_every=params.evaluate_every, precision=precision, accumulate=share // micro,
                 ema_decay=params.ema_decay, max_bad_steps=params.max_bad_steps, save_every_steps=runtime.save_every_steps,
-                log_every_steps=runtime.log_every_steps,
             ),
             device=device,
-            dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+            micro_batch=micro,
             kind=manifest.kind,
             manifest_path=manifest_path,
             described={
@@ -331,11 +342,11 @@ def _check_before_launch(params: PretrainParams, paths: Paths, cell: str, proces
     images = read_manifest(manifest_path).splits["train"].images
     if images < params.batch_size:
         raise UserError(f"pretrain.{cell}.batch_size: {params.batch_size}, and there are only {images} training images; make it smaller")
-    _require_same_run(state_folder(params, paths, cell), manifest_path, processes)
+    _same_run(state_folder(params, paths, cell), manifest_path, processes)
 
 
-def _require_same_run(state: Path, manifest_path: Path, processes: int) -> None:
-    """Refuse to continue on other data, or with another number of processes, than the run began with; note it where it begins."""
+def _same_run(state: Path, manifest_path: Path, processes: int) -> dict[str, Any]:
+    """What a run is continued by; refuse one that began on other data, or with another number of processes."""
     found = {"data_manifest": hash_files(manifest_path.parent, [manifest_path.name]), "processes": processes}
     note = state / "run.json"
     if note.is_file() and any(state.glob("step_*.pt")):
@@ -347,4 +358,4 @@ def _require_same_run(state: Path, manifest_path: Path, processes: int) -> None:
                 f"{state}: was stopped with {before['processes']} process(es) and is continued with {processes}; take the same number, "
                 "or remove the folder to start anew"
             )
-    write_json(note, found)
+    return found

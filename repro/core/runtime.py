@@ -12,6 +12,8 @@ from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -49,6 +51,13 @@ class Runtime:
         if kind not in self.data_roots:
             raise UserError(f"runtime.data_roots.{kind}: missing; say where the {kind} data set lies")
         return (paths.root / self.data_roots[kind]).absolute()
+
+
+def torch_dtype(name: str) -> Any:
+    """`fp32`, `bf16` or `fp16`, as results spell them -> torch.dtype."""
+    import torch
+
+    return getattr(torch, DTYPES[name])
 
 
 def load_runtime(paths: Paths) -> Runtime:

@@ -46,6 +46,13 @@ class Split:
     targets: np.ndarray
     archives: Archives | None = None
 
+    def take(self, chosen: np.ndarray) -> "Split":
+        """The images of these indices (n,), which ascend."""
+        archives = self.archives and dataclasses.replace(
+            self.archives, number=self.archives.number[chosen], offsets=self.archives.offsets[chosen]
+        )
+        return Split(self.names[chosen], self.sizes[chosen], self.targets[chosen], archives)
+
     def find(self, target: int, name: str) -> int:
         """The index of an image, by its class index and its name."""
         first, last = np.searchsorted(self.targets, (target, target + 1))

@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradient is not finite: skipped, counted, and after too many in a row explained.
+"""What becomes of a step whose loss or gradient is not finite, after too many in a row: it is explained.
 
 The dump holds what is needed to run the step again (weights, generators, which batch) and what was seen: statistics of every
 layer's output and every parameter's gradient, and what the task has to say of its own, like the inner losses of TTT layers.
@@ -19,45 +19,34 @@ from ..core.ranks import Ranks
 from ..core.record import atomic
 from .checkpoint import rng_state, set_rng_state
 
-
 _KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
 
 
 @dataclasses.dataclass(kw_only=True)
 class Guard:
-    """Counts steps that are not finite.
+    """Ends a run with a dump of its last step.
 
     Args:
-        folder: where a dump is written.
-        limit: how many in a row end the run.
-        in_a_row, total: of them so far; part of the training state.
+        folder: where the dump is written.
     """
 
     folder: Path
-    limit: int
-    in_a_row: int = 0
-    total: int = 0
 
     def remember(self) -> None:
         """Before a step: the generators' states, with which it could be run again."""
         self._rng = rng_state()
 
-    def judge(self, finite: bool) -> bool:
-        """After a step: count it; whether the run must end."""
-        self.in_a_row = 0 if finite else self.in_a_row + 1
-        self.total += not finite
-        return self.in_a_row >= self.limit
-
     def dump(
-        self, task: Any, batch: Any, *, step: int, epoch: int, number: int, autocast: Callable[[], Any], ranks: Ranks,
-        accumulate: int, scale: float,
+        self, task: Any, batch: Any, *, in_a_row: int, step: int, epoch: int, number: int, autocast: Callable[[], Any],
+        ranks: Ranks, accumulate: int, scale: float,
     ) -> None:  # fmt: skip
         """Write `bad_step_<step>.pt` and end the run.
 
         Args:
             task: see `repro.engine.loop.Task`.
             batch: this rank's, of the step.
-            step: finished steps before it. epoch, number: of the batch within the epoch.
+            in_a_row: how many steps were not finite up to it.
+            step: its number, from 1. epoch, number: of the batch within the epoch.
             autocast: gives a context manager, as in training. accumulate, scale: parts of the batch, and the loss scale, likewise.
 
         Raises:
@@ -66,7 +55,7 @@ class Guard:
         set_rng_state(self._rng)
         statistics = diagnose(task, batch, autocast, accumulate, scale)
         seen = ranks.gather({"rng": self._rng, "batch": task.describe(epoch, number), "statistics": statistics})
-        path = self.folder / f"bad_step_{step + 1:09d}.pt"
+        path = self.folder / f"bad_step_{step:09d}.pt"
         if ranks.first:
             content = {"step": step, "epoch": epoch, "number": number, "world_size": ranks.world_size}
             content |= {"accumulate": accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
@@ -75,7 +64,7 @@ class Guard:
             with atomic(path) as temporary:
                 temporary.write_bytes(buffer.getbuffer())
         raise RunError(
-            f"step {step + 1}: loss or gradient not finite, {self.limit} steps in a row; the last is in {path}: "
+            f"step {step}: loss or gradient not finite, {in_a_row} steps in a row; the last is in {path}: "
             f"`repro pretrain --replay-bad-step {path}` runs it again"
         )
 
@@ -101,8 +90,9 @@ def diagnose(task: Any, batch: Any, autocast: Callable[[], Any], accumulate: int
     """Run a batch forward and backward on the bare model, cut and scaled as in training, and say what every layer gave, in order.
 
     Returns:
-        Of the first part that is not finite, else of the last: {part, loss, outputs {module: {absmax, mean, not_finite}}, gradients {parameter: the same}, first_not_finite, own}: absmax and
-        mean over the finite elements, `own` what `task.inspect(batch)` returns. The weights are left as they are.
+        Of the first part that is not finite, else of the last: {part, loss, outputs {module: {absmax, mean, not_finite}},
+        gradients {parameter: the same}, first_not_finite, own}: absmax and mean over the finite elements, `own` what
+        `task.inspect(batch)` returns. The weights are left as they are.
     """
     for part, piece in enumerate(task.split(batch, accumulate), 1):
         found = {"part": part, **_diagnose_part(task, piece, autocast, scale / accumulate)}
@@ -120,6 +110,7 @@ def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: fl
         for tensor in _tensors(output):
             outputs.setdefault(names[module], summary(tensor))
 
+    parameters = {name: p for name, p in task.model.named_parameters() if p.requires_grad}
     hooks = [module.register_forward_hook(note) for module in names]
     network, task.network = task.network, task.model  # not the parallel one: the other ranks may be elsewhere
     try:
@@ -127,12 +118,11 @@ def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: fl
         with torch.compiler.set_stance("force_eager"):
             with autocast():
                 loss = task.loss(piece)["loss"]
-            gradients = torch.autograd.grad(loss * scale, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
+            gradients = torch.autograd.grad(loss * scale, [*parameters.values()], allow_unused=True)
     finally:
         task.network = network
         for hook in hooks:
             hook.remove()
-    parameters = [name for name, p in task.model.named_parameters() if p.requires_grad]
     return {
         "loss": float(loss.detach()),
         "outputs": outputs,

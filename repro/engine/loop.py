@@ -66,6 +66,16 @@ class RunState:
     bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
+    def count(self, numbers: dict[str, float], *, finite: bool) -> None:
+        """One more step: its numbers go into the sums if it was finite, else it is counted apart."""
+        self.step += 1
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        self.bad_steps += not finite
+        if finite:
+            self.epoch_steps += 1
+            for name, value in numbers.items():
+                self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
+
 
 def fit(
     task: Task,
@@ -103,8 +113,8 @@ def fit(
     parts = Parts.build(task, optim, settings, device, ranks)
     total = settings.epochs * task.steps_per_epoch
     schedule = build_schedule(parts.optimizer, optim, task.batch_size, settings.epochs, task.steps_per_epoch)
-    state = _restore(checkpointer, parts, ranks, settings.accumulate)
-    guard = Guard(folder=checkpointer.folder, limit=settings.max_bad_steps, in_a_row=state.bad_in_a_row, total=state.bad_steps)
+    state = _restore(checkpointer, parts, ranks)
+    guard = Guard(folder=checkpointer.folder)
     schedule.step_update(state.step)
     if state.step == 0 and ranks.first:
         snapshot(0, parts.evaluated)
@@ -115,13 +125,13 @@ def fit(
             task.model.train()
             for number, batch in enumerate(_waited(task.batches(epoch, start), watched), start):
                 guard.remember()
-                numbers = forward_backward(task, parts, batch, settings.accumulate, optim.clip_grad_norm)
+                numbers = forward_backward(task, parts, batch, optim.clip_grad_norm)
                 bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
                 parts.step(apply=not bad)
-                if guard.judge(not bad):
-                    how = {"accumulate": settings.accumulate, "scale": parts.scaler.get_scale()}
-                    guard.dump(task, batch, step=state.step, epoch=epoch, number=number, autocast=parts.autocast, ranks=ranks, **how)
-                _count(state, guard, numbers)
+                state.count(numbers, finite=not bad)
+                if state.bad_in_a_row >= settings.max_bad_steps:
+                    how = {"autocast": parts.autocast, "accumulate": parts.accumulate, "scale": parts.scaler.get_scale(), "ranks": ranks}
+                    guard.dump(task, batch, in_a_row=state.bad_in_a_row, step=state.step, epoch=epoch, number=number, **how)
                 rate = parts.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
                 progress.update(state.step, watched.step(state.step, epoch, numbers, rate, images, skipped=bad))
@@ -129,7 +139,7 @@ def fit(
                 # the last step of an epoch is saved once its evaluation is in the curve
                 if state.step % task.steps_per_epoch and (stop or state.step % settings.save_every_steps == 0):
                     with watched.paused():
-                        _save(checkpointer, state, parts, ranks, settings.accumulate)
+                        _save(checkpointer, state, parts, ranks)
                     _stop_if(stop, received, state.step)
             with watched.paused():
                 evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
@@ -137,7 +147,7 @@ def fit(
                 if ranks.first:
                     snapshot(epoch + 1, parts.evaluated)
                 progress.report(state.curve[-1])
-                _save(checkpointer, state, parts, ranks, settings.accumulate)
+                _save(checkpointer, state, parts, ranks)
             _stop_if(ranks.any(bool(received))[0], received, state.step)
     return state, parts.evaluated
 
@@ -153,6 +163,7 @@ class Parts:
     scaler: torch.amp.GradScaler
     ema: ModelEmaV3 | None
     autocast: Callable[[], contextlib.AbstractContextManager]
+    accumulate: int
 
     @classmethod
     def build(cls, task: Task, optim: OptimParams, settings: LoopParams, device: torch.device, ranks: Ranks) -> "Parts":
@@ -172,6 +183,7 @@ class Parts:
             scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
             ema=ema,
             autocast=functools.partial(settings.autocast, device.type),
+            accumulate=settings.accumulate,
         )
 
     def step(self, *, apply: bool) -> None:
@@ -196,12 +208,15 @@ class Parts:
             self.ema.module.load_state_dict(saved["ema"])
 
 
-def forward_backward(task: Task, parts: Parts, batch: Any, accumulate: int, clip_grad_norm: float | None) -> dict[str, float]:
-    """One batch in `accumulate` parts: gradients averaged over the parts and the ranks, clipped. Returns what the task's loss
-    returned, averaged over the parts, and the gradients' norm before clipping."""
+def forward_backward(task: Task, parts: Parts, batch: Any, clip_grad_norm: float | None) -> dict[str, float]:
+    """One batch in its parts: gradients averaged over them and the ranks, clipped.
+
+    Returns:
+        What the task's loss returned, averaged over the parts, and the gradients' norm before clipping.
+    """
     parts.optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
-    pieces = task.split(batch, accumulate)
+    pieces = task.split(batch, parts.accumulate)
     for i, piece in enumerate(pieces, 1):
         # the ranks exchange gradients once, with the last part
         waits = i < len(pieces) and isinstance(parts.network, DistributedDataParallel)
@@ -267,15 +282,6 @@ def _stop_if(stop: bool, received: list[int], step: int) -> None:
         raise Interrupted(received[0] if received else signal.SIGTERM, f"the state after step {step} is saved")
 
 
-def _count(state: RunState, guard: Guard, numbers: dict[str, float]) -> None:
-    state.step += 1
-    state.bad_in_a_row, state.bad_steps = guard.in_a_row, guard.total
-    if not guard.in_a_row:
-        state.epoch_steps += 1
-        for name, value in numbers.items():
-            state.epoch_sums[name] = state.epoch_sums.get(name, 0.0) + value
-
-
 def _end_epoch(task: Task, state: RunState, parts: Parts, ranks: Ranks, epoch: int, evaluate: bool) -> None:
     steps = max(1, state.epoch_steps) * ranks.world_size
     means = {f"train_{name}": total / steps for name, total in zip(state.epoch_sums, ranks.sum([*state.epoch_sums.values()]))}
@@ -286,13 +292,14 @@ def _end_epoch(task: Task, state: RunState, parts: Parts, ranks: Ranks, epoch: i
     state.epoch_sums, state.epoch_steps = {}, 0
 
 
-def _save(checkpointer: Checkpointer, state: RunState, parts: Parts, ranks: Ranks, accumulate: int) -> None:
+def _save(checkpointer: Checkpointer, state: RunState, parts: Parts, ranks: Ranks) -> None:
     everyone = ranks.gather({"rng": rng_state(), "sums": state.epoch_sums})
     if ranks.first:
-        checkpointer.save(state.step, {"run": dataclasses.asdict(state), "ranks": everyone, "accumulate": accumulate, **parts.state()})
+        run = {"run": dataclasses.asdict(state), "ranks": everyone, "accumulate": parts.accumulate}
+        checkpointer.save(state.step, run | parts.state())
 
 
-def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks, accumulate: int) -> RunState:
+def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks) -> RunState:
     saved = checkpointer.restore() if ranks.first else None
     saved = ranks.from_first(saved)
     if saved is None:
@@ -304,9 +311,9 @@ def _restore(checkpointer: Checkpointer, parts: Parts, ranks: Ranks, accumulate:
         raise
     except (RuntimeError, ValueError, KeyError):
         raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start anew") from None
-    if saved["accumulate"] != accumulate:
+    if saved["accumulate"] != parts.accumulate:
         raise UserError(
-            f"{checkpointer.folder}: was stopped with its batches in {saved['accumulate']} part(s) and is continued with {accumulate}; "
+            f"{checkpointer.folder}: was stopped with its batches in {saved['accumulate']} part(s) and is continued with {parts.accumulate}; "
             "take the same runtime.micro_batch, or remove the folder to start anew"
         )
     own = everyone[ranks.rank]

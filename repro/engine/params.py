@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from ..core.config import bounded
+from ..core.runtime import torch_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class LoopParams:
         accumulate: parts into which each batch of a rank is cut, one after the other; gradients are averaged.
         ema_decay: of the moving average of the weights, which is then what is evaluated and saved; null for none.
         max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops.
-        save_every_steps, log_every_steps: cadences.
+        save_every_steps: steps between two states saved within an epoch.
     """
 
     epochs: int
@@ -27,14 +28,12 @@ class LoopParams:
     ema_decay: float | None = None
     max_bad_steps: int = 20
     save_every_steps: int = 200
-    log_every_steps: int = 10
 
     def autocast(self, device_type: str) -> Any:
         """A context manager for a forward pass in this precision."""
         import torch
 
-        low = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
-        return torch.autocast(device_type, low, enabled=low is not None)
+        return torch.autocast(device_type, torch_dtype(self.precision), enabled=self.precision != "fp32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

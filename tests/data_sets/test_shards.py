@@ -17,7 +17,7 @@ from repro.data.imagenet import ImageFolder, train_transform
 from repro.data.loader import TrainLoader
 from repro.data.manifest import build_manifest
 from repro.data.settings import ExpectedCounts, TransformSettings
-from repro.data.tree import scan_tree
+from repro.data.tree import Tree, scan_tree
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()[:3]
 SETTINGS = TransformSettings(image_size=16, auto_augment="rand-m9-mstd0.5-inc1")
@@ -73,6 +73,9 @@ def test_archives_equal_the_folders(folders, tmp_path, layout):
     for index in range(15):
         assert packed.source("train", index).read() == plain.path("train", index).read_bytes()
         assert packed.path("train", index).name == plain.path("train", index).name
+    chosen = np.array([3, 7, 14])
+    part = Tree(packed.root, packed.classes, {"train": packed.splits["train"].take(chosen)})
+    assert [part.source("train", i).read() for i in range(3)] == [plain.path("train", i).read_bytes() for i in chosen]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

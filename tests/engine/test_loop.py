@@ -69,7 +69,7 @@ def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lamb
     state, evaluated = fit(
         task,
         optim,
-        LoopParams(epochs=epochs, evaluate_every=2, save_every_steps=save_every, log_every_steps=100, **more),
+        LoopParams(epochs=epochs, evaluate_every=2, save_every_steps=save_every, **more),
         device=torch.device("cpu"),
         ranks=Ranks(),
         checkpointer=Checkpointer(folder, log),
@@ -192,7 +192,7 @@ def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
 
     dump = load_dump(tmp_path / "bad_step_000000008.pt")
     (seen,) = dump["ranks"]
-    assert (dump["step"], dump["epoch"], dump["number"], dump["world_size"]) == (7, 1, 2, 1)
+    assert (dump["step"], dump["epoch"], dump["number"], dump["world_size"]) == (8, 1, 2, 1)
     assert seen["batch"][0] == "1/2/0" and math.isnan(seen["statistics"]["loss"])
     again = Diverging({8})
     again.model.load_state_dict(dump["model"])
@@ -356,14 +356,14 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     task.loss = lambda batch: (losses := inner(batch), seen.append(losses["loss"].item()))[0]
     batch = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     before = batch[0].clone()
-    guard = Guard(folder=tmp_path, limit=1)
+    guard = Guard(folder=tmp_path)
     guard.remember()
-    numbers = forward_backward(task, parts, batch, accumulate, 5.0)
+    numbers = forward_backward(task, parts, batch, 5.0)
     trained = list(seen)
     assert len(trained) == accumulate and numbers["loss"] == pytest.approx(np.mean(trained)) and torch.equal(batch[0], before)
     how = {"epoch": 0, "number": 0, "autocast": parts.autocast, "ranks": Ranks(), "accumulate": accumulate, "scale": 1.0}
     with pytest.raises(RunError, match="bad_step_000000006.pt"):
-        guard.dump(task, batch, step=5, **how)
+        guard.dump(task, batch, in_a_row=1, step=6, **how)
     dump = load_dump(tmp_path / "bad_step_000000006.pt")
     (of_the_dump,) = dump["ranks"]
     assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate

@@ -167,11 +167,15 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 1 and "2 steps in a row" in err and err.count("\n") == 1
     (dump,) = Path(".runs").rglob("bad_step_*.pt")
-    code, out, err = repro_cli("pretrain", "--cell", "nano", "--replay-bad-step", str(dump))
+    assert f"`repro pretrain --replay-bad-step {dump.absolute()}`" in err
+    code, out, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
     assert code == 0, err
     assert re.search(r"first output that is not finite: (?!none)", out) and "images: digit_" in out and "inner loss of blocks.0.mixer" in out
-    code, _, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
-    assert code == 2 and "needs the --cell" in err
+    moved = dump.rename("elsewhere.pt")
+    code, _, err = repro_cli("pretrain", "--replay-bad-step", str(moved))
+    assert code == 2 and "lies in no folder of a run; say with --cell" in err
+    code, again, _ = repro_cli("pretrain", "--cell", "nano", "--replay-bad-step", str(moved))
+    assert code == 0 and again == out
 
 
 def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):
