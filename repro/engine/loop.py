@@ -111,17 +111,18 @@ def fit(
         RunError: `settings.max_bad_steps` steps in a row were not finite.
     """
     parts = Parts.build(task, optim, settings, device, ranks)
-    total = settings.epochs * task.steps_per_epoch
-    schedule = build_schedule(parts.optimizer, optim, task.batch_size, settings.epochs, task.steps_per_epoch)
+    steps = task.steps_per_epoch
+    schedule = build_schedule(parts.optimizer, optim, task.batch_size, settings.epochs, steps)
     state = _restore(checkpointer, parts, ranks)
     guard = Guard(folder=checkpointer.folder)
     schedule.step_update(state.step)
     if state.step == 0 and ranks.first:
         snapshot(0, parts.evaluated)
     signals = catch_signals(all_of_them=ranks.world_size > 1)
-    with signals as received, Progress(total, state.step, log, shown=ranks.first) as progress, watch(state.step) as watched:
-        while state.step < total:
-            epoch, start = divmod(state.step, task.steps_per_epoch)
+    with signals as received, Progress(settings.epochs * steps, state.step, log, shown=ranks.first) as progress, watch(state.step) as watched:
+        while len(state.curve) < settings.epochs:
+            epoch = len(state.curve)  # one that was stopped before its evaluation has no batches left, and is evaluated
+            start = state.step - epoch * steps
             task.model.train()
             for number, batch in enumerate(_waited(task.batches(epoch, start), watched), start):
                 guard.remember()
@@ -136,8 +137,8 @@ def fit(
                 images = task.batch_size // ranks.world_size
                 progress.update(state.step, watched.step(state.step, epoch, numbers, rate, images, skipped=bad))
                 schedule.step_update(state.step)
-                # the last step of an epoch is saved once its evaluation is in the curve
-                if state.step % task.steps_per_epoch and (stop or state.step % settings.save_every_steps == 0):
+                # before the evaluation, which may take longer than whoever sends a signal waits
+                if stop or number + 1 == steps or state.step % settings.save_every_steps == 0:
                     with watched.paused():
                         _save(checkpointer, state, parts, ranks)
                     _stop_if(stop, received, state.step)
@@ -147,7 +148,6 @@ def fit(
                 if ranks.first:
                     snapshot(epoch + 1, parts.evaluated)
                 progress.report(state.curve[-1])
-                _save(checkpointer, state, parts, ranks)
             _stop_if(ranks.any(bool(received))[0], received, state.step)
     return state, parts.evaluated
 

@@ -187,11 +187,14 @@ class Results:
             # what was evaluated from a weights file without its options may be any variant of the model
             known = "options" in record or record.get("weights") == "timm"
             size_fits = image_size is None or record.get("image_size", image_size) == image_size
+            # an evaluation has the choice; training always evaluates in fp32
+            exact = "image_size" not in record or source.identity.get("dtype") == "fp32"
             if (
                 record["data"] == data
                 and self._is_full(source)
                 and known
                 and size_fits
+                and exact
                 and self.model_key(record, source.path) == model
             ):
                 found.append((-(record.get("epochs") or 0), source.path, source))

@@ -120,6 +120,36 @@ def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, number, step):
     assert signal.getsignal(number) is handler
 
 
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_killed_while_it_evaluates(tmp_path, epoch):
+    """The epoch's steps are saved before its evaluation, which is then all that is done again."""
+
+    class Slow(Regression):
+        def evaluate(self, model):
+            if self.number == 5 * epoch:
+                raise Killed
+            return super().evaluate(model)
+
+    expected, expected_curve = train(tmp_path / "whole", save_every=100)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", Slow(), save_every=100)
+    task = Regression()
+    weights, curve = train(tmp_path / "cut", task, save_every=100)
+    assert task.number == 15 - 5 * epoch
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert curve == expected_curve
+
+
+def test_a_signal_in_the_last_step_of_an_epoch_does_not_wait_for_the_evaluation(tmp_path):
+    class Evaluated(Regression):
+        def evaluate(self, model):
+            raise AssertionError("evaluated")
+
+    task = Evaluated(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 9 else None)
+    with pytest.raises(Interrupted, match="after step 10 is saved"):
+        train(tmp_path, task)
+
+
 def test_two_generations_are_kept_and_a_damaged_newest_is_passed_over(tmp_path):
     expected, _ = train(tmp_path / "whole")
     with pytest.raises(Killed):

@@ -30,10 +30,10 @@ class Checkout:
     paths: Paths
     ledger: Ledger
 
-    def record(self, path: str, metrics: dict, device: str = CPU) -> None:
+    def record(self, path: str, metrics: dict, device: str = CPU, dtype: str = "fp32") -> None:
         """Write results/<path>/{metrics.json, run.json}."""
         identity = {
-            "code": "c0de", "params": "9a4a", "parent_commit": "0123456789abcdef", "device": device, "dtype": "fp32",
+            "code": "c0de", "params": "9a4a", "parent_commit": "0123456789abcdef", "device": device, "dtype": dtype,
             "backend": "torch", "data_manifest": None, "versions": {"python": "3.12.1", "torch": "2.14.1"},
         }  # fmt: skip
         write_record(self.paths.results / path, metrics, identity, seconds=1.0)

@@ -175,6 +175,8 @@ def test_an_evaluation_counts_only_at_the_rows_size_and_with_known_options(check
         {name: value for name, value in metrics.items() if name != "options"} | {"image_size": 224},
     )
     assert checkout.judge()[TOP1].status == "not measured"
+    checkout.record("measured/gpu/evaluate/at_224_bf16", metrics | {"image_size": 224}, dtype="bf16")
+    assert checkout.judge()[TOP1].status == "not measured"
     checkout.record("measured/gpu/evaluate/at_224", metrics | {"image_size": 224})
     assert checkout.judge()[TOP1].status == "matched"
 
