@@ -23,7 +23,7 @@ app = typer.Typer(help="Prove that this code does what it says.", no_args_is_hel
 
 @app.command()
 def faults(
-    kills: Annotated[int, typer.Option(min=0, help="Random moments of killing a run; a fifth as many with two processes.")] = 20,
+    kills: Annotated[int, typer.Option(min=0, help="Random moments of a training at which it is killed; with two processes as many.")] = 20,
     flips: Annotated[int, typer.Option(min=1, help="Bytes of a saved state that are flipped, one at a time.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the moments and the bytes.")] = 0,
     only: Annotated[str | None, typer.Option(help="Some of kill,two,signal,state,room,change,batch,diverge.")] = None,
@@ -63,7 +63,8 @@ def _two(lab: Lab) -> Jobs:
     def one_after_another() -> None:
         checkout, begun = lab.checkout(), lab.checkout()
         with lab.fault("two processes, uninterrupted") as say:
-            started, process, states = time.monotonic(), checkout.train(2), []
+            process, states = checkout.train(2), []
+            started = checkout.until_training(process)
             while process.poll() is None and not (states := checkout.states):
                 time.sleep(0.005)
             for path in states and (states[0], states[0].with_name("run.json")):
@@ -76,8 +77,8 @@ def _two(lab: Lab) -> Jobs:
             return
         with lab.fault("a run of two processes continued by one: refused"):
             begun.wait(begun.train()).require(2, "was stopped with 2 process")
-        for i, share in _moments(lab, "two", many := -(-lab.kills // 5)):
-            _killed(lab, f"kill {i} of {many}, two processes", share, 2)
+        for i, share in _moments(lab, "two", lab.kills):
+            _killed(lab, f"kill {i} of {lab.kills}, two processes", share, 2)
 
     return [one_after_another]
 

@@ -120,6 +120,12 @@ class Checkout:
         args = [*TRAIN, *(["--gpus", str(processes)] if processes > 1 else [])]
         return self.start(*args) if largest_file is None else self.start(str(largest_file), *args, program=("-c", SMALL_FILES))
 
+    def until_training(self, process: subprocess.Popen) -> float:
+        """Wait until a run begins to train, or ends; the time then."""
+        while process.poll() is None and not any(self.root.glob(f".runs/pretrain/{CELL}-*/run.json")):
+            time.sleep(0.005)
+        return time.monotonic()
+
     def wait(self, process: subprocess.Popen) -> Ended:
         """Its end; one that does not come is a `Failed`."""
         try:
@@ -142,8 +148,8 @@ class Checkout:
 
 @dataclasses.dataclass(kw_only=True)
 class Lab:
-    """Where the faults are done, and what came of them. `whole` and `seconds` are of uninterrupted runs, by number of processes;
-    `stopped` is a checkout whose run SIGTERM ended."""
+    """Where the faults are done, and what came of them. `whole` and `seconds` (of training) are of uninterrupted runs, by number
+    of processes; `stopped` is a checkout whose run SIGTERM ended."""
 
     folder: Path
     kills: int
@@ -186,10 +192,11 @@ class Lab:
         return checkout, {path: path.read_bytes() for path in checkout.states}
 
     def kill(self, share: float, processes: int) -> tuple[Checkout, float, Ended]:
-        """SIGKILL to all of a run at this share of an uninterrupted one's time: its checkout, the seconds, and what it had said."""
+        """SIGKILL to all of a run at this share of an uninterrupted one's training: its checkout, the seconds, what it had said."""
         for _ in range(3):
-            checkout, moment, began = self.checkout(), share * self.seconds[processes], time.monotonic()
+            checkout, moment = self.checkout(), share * self.seconds[processes]
             process = checkout.train(processes)
+            began = checkout.until_training(process)
             try:
                 process.wait(moment)
             except subprocess.TimeoutExpired:
@@ -226,9 +233,10 @@ def prepare(lab: Lab) -> None:
     with lab.fault("the same run twice") as say:
         prepared.wait(prepared.start("prepare-data")).require(0)
         one, other = lab.checkout(), lab.checkout()
-        began = time.monotonic()
         # at the same time, since the runs that are killed later have company too
-        for checkout, process in [(checkout, checkout.train()) for checkout in (one, other)]:
+        processes = [checkout.train() for checkout in (one, other)]
+        began = one.until_training(processes[0])
+        for checkout, process in zip((one, other), processes, strict=True):
             checkout.wait(process).require(0)
         lab.whole[1], lab.seconds[1] = one, time.monotonic() - began
         other.compare(one)
