@@ -160,7 +160,8 @@ def _resample_positions(model: nn.Module, state: dict[str, Tensor]) -> dict[str,
     if default is None or "pos_embed" not in state:
         return state
     before, after = model.grid_of(*default[-2:]), model.grid_size
-    positions, targets = (model.prefix_positions(h * w) for h, w in (before, after))
+    shared = model.pos_embed.shape[1] > after[0] * after[1]  # class tokens have their rows in it, and no table of their own
+    positions, targets = (model.prefix_positions(h * w) if shared else () for h, w in (before, after))
     embedding = state["pos_embed"]
     if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + len(positions):
         return state

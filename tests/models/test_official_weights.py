@@ -176,8 +176,16 @@ class MiddleToken(Backbone):
         return (num_patches // 2,)
 
 
+class TokenApart(MiddleToken):
+    """The same with another table for the class token."""
+
+    def __init__(self, img_size):
+        super().__init__(img_size)
+        self.pos_embed = nn.Parameter(self.pos_embed[:, 1:].detach())
+
+
 def official_state_dict(state_dict):
-    """Found by `load_official` as that of the family above."""
+    """Found by `load_official` as that of the families above."""
     return {name.removeprefix("their."): value for name, value in state_dict.items()}
 
 
@@ -186,6 +194,7 @@ def positions(length: int) -> torch.Tensor:
 
 
 def official_file(embedding: torch.Tensor) -> dict:
+    """The stand-in's checkpoint: with 17 positions that of `MiddleToken`, with 16 that of `TokenApart`."""
     state = MiddleToken(64).state_dict() | {"pos_embed": embedding}
     return {f"their.{name}": value for name, value in state.items()}
 
@@ -197,6 +206,14 @@ def test_positions_are_resampled_for_a_model_built_at_another_size():
     patches = torch.cat([given[:, :8], given[:, 9:]], 1)
     grid = F.interpolate(patches.mT.reshape(1, 4, 4, 4), size=(3, 5), mode="bicubic", antialias=False).flatten(2).mT
     expected = torch.cat([grid[:, :7], given[:, 8:9], grid[:, 7:]], 1)
+    torch.testing.assert_close(model.pos_embed.detach(), expected)
+
+
+def test_positions_of_patches_alone_are_resampled_alone():
+    given = positions(16)
+    model = TokenApart((48, 80))
+    load_official(model, official_file(given))
+    expected = F.interpolate(given.mT.reshape(1, 4, 4, 4), size=(3, 5), mode="bicubic", antialias=False).flatten(2).mT
     torch.testing.assert_close(model.pos_embed.detach(), expected)
 
 
