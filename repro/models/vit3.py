@@ -66,7 +66,8 @@ class InnerTraining(nn.Module):
             (B, N, C) in the dtype of `x_BNC` (of the autocast mode, where one is on), to be added to the residual stream.
         """
         projected = self.qkv(x_BNC)
-        # fp32 under autocast too: g is a mean over N tokens that fp16 flushes to zero, and a bf16 w' would round most of it away
+        # fp32 under autocast too: g is small. At initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in fp16,
+        # and one of eight elements of w does not move at all in bf16
         with _full_precision(x_BNC.device.type):
             heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(self.split_sizes, dim=-1)
             out = torch.cat((self._learn_glu(heads), self._learn_conv(conv, grid)), dim=-1)

@@ -26,7 +26,7 @@ from .backbone import insert_tokens, remove_tokens
 from .registry import build_model
 
 _KEY = "vision_ttt_repro"  # the one metadata key; several would be written in an order that changes from run to run
-# run settings that training code saves beside the weights, read as data: argparse's, and yacs' CfgNode (Swin's and its heirs')
+# run settings that training code saves beside the weights, read as data: argparse's, and yacs' CfgNode (Swin's, and ViT3's)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
@@ -177,7 +177,9 @@ def _misfits(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     problems = [f"{key} missing" for key in own if key not in state]
     problems += [f"{key} not used" for key in state if key not in own]
     problems += [
-        f"{key} is {tuple(state[key].shape)}, expected {tuple(own[key].shape)}" for key in own if key in state and state[key].shape != own[key].shape
+        f"{key} is {tuple(state[key].shape)}, expected {tuple(own[key].shape)}"
+        for key in own
+        if key in state and state[key].shape != own[key].shape
     ]
     return "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
 
@@ -189,12 +191,13 @@ def _read_checkpoint(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
-        if found is None:
-            raise UserError(f"{path}: not a readable checkpoint of PyTorch; it may have been cut short while copying") from None
-        raise UserError(f"{path}: holds objects of {found[1]}, which are not loaded from a file; save its state dict alone") from None
+        if found:
+            advice = "which are not loaded from a file; save its state dict alone"
+            raise UserError(f"{path}: holds objects of {found[1]}, {advice}") from None
+        why = "no pickle of data"
     except Exception as error:  # a damaged file raises whatever its bytes happen to mean
         why = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a readable checkpoint of PyTorch ({why}); it may have been cut short while copying") from None
+    raise UserError(f"{path}: not a readable checkpoint of PyTorch ({why}); it may have been cut short while copying")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Published weights, with errors of one line: timm's (which of several may stand beside Table 1), and official files of a family."""
+"""Published weights, with errors of one line: timm's, some of which may stand beside Table 1, and official files of families."""
 
 import contextlib
 import dataclasses

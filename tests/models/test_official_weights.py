@@ -80,7 +80,8 @@ def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, con
 def test_safetensors_too(release, tmp_path):
     save_file(release["weights"], tmp_path / "official.safetensors")
     read = read_official(tmp_path / "official.safetensors")
-    assert set(read) == set(release["weights"]) and all(torch.equal(read[name], value) for name, value in release["weights"].items())
+    assert set(read) == set(release["weights"])
+    assert all(torch.equal(read[name], value) for name, value in release["weights"].items())
 
 
 def without(weights, *names):
