@@ -73,11 +73,14 @@ class Subject:
 def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data`, e.g. digits or imagenet.")],
     weights: Annotated[
-        Path | None, typer.Option(help="A .safetensors file of this project; model and preprocessing come from it.")
+        Path | None,
+        typer.Option(
+            help="A .safetensors file of this project, which names its model; or, with --model, an official file of that model."
+        ),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "--models", help="A registered name; several with --pretrained; with --weights the file's."),
+        typer.Option("--model", "--models", help="A registered name; several with --pretrained; with --weights the file's own."),
     ] = None,
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="With --model: timm's published weights, of ImageNet-1K alone where there are.")
@@ -225,8 +228,17 @@ class _Bench:
         of = f"{numbers['images']} images" + (" (--limit: no full score)" if asked.limit else "")
         tag = f" ({subject.facts['weights_tag']})" if "weights_tag" in subject.facts else ""
         where = f"{subject.name}{tag} on {self.data} at {size}, {asked.dtype}"
-        print(f"{where}: {scores} of {of}, {watched.rate():.0f} img/s", flush=True)
+        print(f"{where}: {scores} of {of}{self._paper(subject, size)}, {watched.rate():.0f} img/s", flush=True)
         return metrics
+
+    def _paper(self, subject: Subject, size: int) -> str:
+        """The number in Table 1 that this one may stand beside, where there is one."""
+        from repro.tasks.published import table1_top1
+
+        if self.kind != "imagenet" or self.asked.limit or subject.facts.get("options") != {}:
+            return ""
+        printed = table1_top1(subject.name, size)
+        return "" if printed is None else f" (Table 1: {printed} %)"
 
 
 def _check(asked: Request) -> None:
@@ -265,10 +277,11 @@ def _some(tree: Any, limit: int) -> Any:
 
 def _subjects(asked: Request, classes: tuple[str, ...], data: str) -> Iterator[Subject]:
     """The models, found to fit the data; nothing is built or fetched yet."""
+    from repro.models.weights import is_official
     from repro.tasks.published import find_published, table1_models
 
     if asked.weights is not None:
-        yield _from_file(asked, classes, data)
+        yield _from_official(asked, classes, data) if is_official(asked.weights) else _from_file(asked, classes, data)
         return
     if asked.table1:
         wanted, left_out = table1_models()
@@ -276,10 +289,13 @@ def _subjects(asked: Request, classes: tuple[str, ...], data: str) -> Iterator[S
     else:
         wanted = [(published, published.preprocessing["input_size"][-1]) for published in map(find_published, asked.models)]
     for published, size in wanted:
-        if published.preprocessing["num_classes"] != len(classes):
-            has = published.preprocessing["num_classes"]
-            raise UserError(f"{published.full_name}: has {has} classes, {data} has {len(classes)}")
+        _check_classes(published.full_name, published.preprocessing["num_classes"], classes, data)
         yield _from_timm(published, asked.image_sizes or (size,))
+
+
+def _check_classes(where: str, has: int, classes: tuple[str, ...], data: str) -> None:
+    if has != len(classes):
+        raise UserError(f"{where}: has {has} classes, {data} has {len(classes)}")
 
 
 def _from_timm(published: Any, sizes: tuple[int, ...]) -> Subject:
@@ -318,13 +334,40 @@ def _from_file(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
         build(trained)  # says what does not fit
     if metadata["classes"] != list(classes):
         raise UserError(f"{path}: was trained on other classes ({len(metadata['classes'])}) than {data} has ({len(classes)})")
-    # which weights: two files of one model, or two variants of it, are two results
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     options = {k: v for k, v in metadata["options"].items() if k not in ("num_classes", "img_size")}
     return Subject(
-        name=name, model=name, weights=digest, facts={"options": options}, preprocessing=metadata["preprocessing"],
+        name=name, model=name, weights=_digest(path), facts={"options": options}, preprocessing=metadata["preprocessing"],
         sizes=asked.image_sizes or (trained,), build=build,
     )  # fmt: skip
+
+
+def _from_official(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
+    from repro.tasks.published import OfficialFile, build_published, find_published, is_timms
+
+    path = asked.weights
+    if not asked.models:
+        raise UserError(f"{path}: no file of this project, so it does not say which model it belongs to; name that with --model")
+    name = asked.models[0]
+    if is_timms(name):
+        published = find_published(name)
+        model, preprocessing, build = published.model, published.preprocessing, lambda size: build_published(published, size, path)
+        num_classes = preprocessing["num_classes"]
+        # without options: the report does not take a file for the table's model, since other data may have gone into it
+        facts = {"weights_file": path.name}
+    else:
+        official = OfficialFile(path, name)
+        model, preprocessing, build, num_classes = name, official.preprocessing, official.build, official.num_classes
+        facts = {"options": {}, "weights_file": path.name}
+    _check_classes(str(path), num_classes, classes, data)
+    return Subject(
+        name=name, model=model, weights=_digest(path), facts=facts, preprocessing=preprocessing,
+        sizes=asked.image_sizes or (preprocessing["input_size"][-1],), build=build,
+    )  # fmt: skip
+
+
+def _digest(path: Path) -> str:
+    """Which weights: two files of one model, or two variants of it, are two results."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ One convention everywhere: a MAC is one multiply-add of a matrix product or a co
 pooling and element-wise arithmetic are free. Papers of this field call these "FLOPs"; `torch.utils.flop_counter` counts
 two FLOPs per MAC.
 
-Vittt and plain ViT/DeiT are counted by a closed form (`terms`), which needs no forward pass and so no time at 1280 x 1280.
+Vittt, ViT3 and plain ViT/DeiT are counted by a closed form (`terms`), which needs no forward pass and so no time at 1280 x 1280.
 Every other model is counted by running it on the meta device with unfused attention, under a mode that refuses operators
 it cannot classify: an uncounted operator is an error, never a zero.
 """
@@ -105,7 +105,7 @@ class OperatorCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _OWN_FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is None and not _is_free(func):
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -116,6 +116,21 @@ class OperatorCounter(TorchDispatchMode):
         if formula is not None:
             self._flops += formula(*args, **kwargs, out_val=out)
         return out
+
+
+def _convolution_backward_flops(
+    grad_out, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask, *, out_val
+) -> int:
+    """Each gradient asked for, of the input and of the weight, has the multiply-adds of the convolution itself.
+
+    PyTorch's formula counts the weight's as if every group met every other. A forward pass runs this operator where an inner
+    learner's model is a convolution.
+    """
+    positions = x if transposed else grad_out
+    return 2 * sum(output_mask[:2]) * positions.numel() * weight[0].numel()
+
+
+_OWN_FORMULAS = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
 
 
 def _is_free(func: torch._ops.OpOverload) -> bool:

@@ -1,15 +1,19 @@
-"""Closed forms: parameters and multiply-adds of Vittt and of plain ViT/DeiT as named terms that add up to the totals.
+"""Closed forms: parameters and multiply-adds of Vittt, ViT3 and plain ViT/DeiT as named terms that add up to the totals.
 
 Symbols: D width, L depth, H heads, d = D/H, R directions, T tokens with class tokens, N = h·w patch tokens, b chunk length.
 The multiply-adds per token and layer of Vittt are the projections n_proj·D², SwiGLU 3·D·hidden, the inner learner
 (3d + 2b)·D per direction, Conv1d 8·D per direction, DWConv 9·D and the learning rate D·H; then the patch convolution and the
 head. Eq. 14 of the paper, 6TD² + 6TDd + 4bTD, is the projections and the inner learner of two directions.
+
+ViT3's inner step has 6·N·C·d multiply-adds in the heads (K, its transpose and Q, with two d x d matrices each) and 2·9·N·d in
+the convolution (the gradient of its window, and its output); its damping is element-wise.
 """
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from ..models.ttt_mixer import CONV_KERNEL, design_has
+from ..models.vit3 import ViT3
 from ..models.vittt import Vittt, class_positions
 
 Terms = dict[str, int]
@@ -19,6 +23,8 @@ def closed_form(model: torch.nn.Module, resolution: tuple[int, int]) -> tuple[Te
     """(parameter terms, MAC terms) for one image of `resolution` = (H, W) pixels; None for a family without a closed form."""
     if isinstance(model, Vittt):
         return _vittt(model, resolution)
+    if isinstance(model, ViT3):
+        return _vit3(model, resolution)
     if is_plain_vit(model):
         return _vit(model, resolution)
     return None
@@ -90,6 +96,33 @@ def _vittt(model: Vittt, resolution: tuple[int, int]) -> tuple[Terms, Terms]:
         "inner_learner": L * R * ttt_linear_macs(T, H, d, model.chunk_size),
         "swiglu": L * T * 3 * D * hidden,
         "head": D * model.num_classes,
+    }
+    return params, macs
+
+
+def _vit3(model: ViT3, resolution: tuple[int, int]) -> tuple[Terms, Terms]:
+    C, L = model.embed_dim, model.depth
+    d = C // model.num_heads
+    qkv, proj = 3 * C + 3 * d, C + d  # outputs of the one, inputs of the other
+    params = {
+        "patch_embed": _patch_weight(model.patch_embed) + C,
+        "cpe": L * (9 * C + C),
+        "layer_norms": L * 4 * C + 2 * C,
+        "projections": L * ((C + 1) * qkv + (proj + 1) * C),
+        "inner_start": L * (2 * C * d + 9 * d),
+        "mlp": L * (8 * C * C + 5 * C),
+        "head": _head_params(C, model.num_classes),
+    }
+    h, w = model.grid_of(*resolution)
+    N = h * w
+    macs = {
+        "patch_embed": N * _patch_weight(model.patch_embed),
+        "cpe": L * N * 9 * C,
+        "projections": L * N * C * (qkv + proj),
+        "inner_glu": L * 6 * N * C * d,
+        "inner_conv": L * 2 * 9 * N * d,
+        "mlp": L * N * 8 * C * C,
+        "head": C * model.num_classes,
     }
     return params, macs
 

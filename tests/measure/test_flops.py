@@ -13,6 +13,7 @@ from repro.models.ttt_mixer import DESIGNS, W0_MODES
 from repro.models.vittt import POOLS
 
 NANO, TINY, DEIT = "vittt_nano_patch16_144", "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+VIT3 = "vit3_nano_patch16_144"
 
 
 def torch_macs(name, options, resolution, backend=None):
@@ -95,6 +96,29 @@ def test_equation_14():
     assert parts["projections"] + parts["inner_learner"] == 12 * (6 * T * D**2 + 6 * T * D * d + 4 * b * T * D)
 
 
+@pytest.mark.parametrize("size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)])
+def test_vit3_by_hand_and_by_the_convention_of_its_paper(size, C, heads, giga):
+    """fvcore, which the paper counts with, adds 5 per element of a LayerNorm and does not see the convolution's inner gradient."""
+    N, d = 196, C // heads
+    linear = C * (3 * C + 3 * d) + (C + d) * C + 8 * C * C
+    inner = 6 * C * d + 2 * 9 * d
+    by_hand = 12 * N * (linear + inner + 9 * C) + N * 768 * C + 1000 * C
+    counted = cost(f"vit3_{size}_patch16_224", {}, (224, 224))
+    assert counted.method == "analytic" and counted.macs == by_hand
+    theirs = by_hand - 12 * N * 9 * d + 25 * N * 5 * C
+    assert f"{theirs / 1e9:.5g}" == str(giga)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_classes": 0, "num_heads": 4, "depth": 1}])
+@pytest.mark.parametrize("resolution", [(144, 144), (32, 80)])
+def test_vit3_closed_form_equals_the_operators(options, resolution):
+    counted, model = cost(VIT3, options, resolution), build.create(VIT3, options, resolution, device="meta")
+    assert counted.macs == counted_macs(model, resolution)
+    # PyTorch's own counter takes the d groups of the convolution's inner gradient for d² pairs
+    d, inner_gradient = 64 // options.get("num_heads", 2), counted.mac_terms["inner_conv"] // 2
+    assert torch_macs(VIT3, options, resolution) == counted.macs + (d - 1) * inner_gradient
+
+
 @pytest.mark.parametrize("name, D", [(DEIT, 192), ("deit_base_patch16_224", 768)])
 @pytest.mark.parametrize("resolution", [(224, 224), (1280, 1280), (64, 160)])
 def test_deit_by_hand(name, D, resolution):
@@ -151,6 +175,20 @@ def _(x):
 def test_an_operator_that_cannot_be_counted_is_an_error(operation, named):
     with pytest.raises(ValueError, match=named):
         counted_macs(_Toy(operation).to("meta"), (8, 8))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_grouped_convolutions(groups, transposed):
+    """By hand: an output position of a 4 -> 8 channel convolution (transposed: an input's) meets 3x3 taps of a group's channels."""
+    x, w = torch.ones(2, 4, 5, 6), torch.ones((4, 8 // groups, 3, 3) if transposed else (8, 4 // groups, 3, 3))
+    grad_out = torch.ones(2, 8, 7, 8) if transposed else torch.ones(2, 8, 3, 4)
+    positions = 2 * (5 * 6 if transposed else 3 * 4)
+    for mask in ([True, False, True], [False, True, False], [True, True, False]):
+        counter = OperatorCounter()
+        with counter:
+            torch.ops.aten.convolution_backward(grad_out, x, w, [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask)
+        assert counter.macs == sum(mask[:2]) * positions * 4 * 8 // groups * 9
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """`repro evaluate`: resolutions, --limit, --dtype, published weights and Table 1, on real digits with files of random weights."""
 
+import argparse
 import csv
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -18,7 +20,7 @@ import repro.models  # noqa: F401  registers the family
 from repro.core.paths import Paths
 from repro.models.weights import save_weights
 from repro.report.sources import FULL_VALIDATION, Results
-from repro.tasks.published import find_published, only_imagenet_1k, table1_models
+from repro.tasks.published import find_published, only_imagenet_1k, table1_models, table1_top1
 
 PREPROCESSING = {
     "input_size": [3, 32, 32], "interpolation": "bicubic", "crop_pct": 1.0,
@@ -170,6 +172,87 @@ def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli
     assert code == 1 and out.count("top-1") == 1 and len(records()) == 1
     assert err.splitlines()[-1] == f"repro: evaluate: 1 of 2 models were not evaluated: {DEIT}"
     assert len(err.splitlines()) == 2 and err.startswith(f"repro: {DEIT}.fb_in1k: weights cannot be loaded")
+
+
+@pytest.fixture
+def official(checkout, tmp_path):
+    """A ViT3 as its authors publish it, of random weights with ten classes, and the same in a file of this project."""
+    name = "vit3_nano_patch16_144"
+    torch.manual_seed(2)
+    model = timm.create_model(name, num_classes=10)
+    theirs = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in model.state_dict().items()}
+    torch.save({"model": theirs, "epoch": 299, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "vit3.pth")
+    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    preprocessing = PREPROCESSING | {"input_size": [3, 144, 144], "crop_pct": 0.875}
+    own = tmp_path / "own.safetensors"
+    save_weights(own, model, name=name, options={"num_classes": 10}, preprocessing=preprocessing, classes=classes)
+    return name, str(tmp_path / "vit3.pth"), str(own)
+
+
+def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
+    name, theirs, own = official
+    command = ("evaluate", "--data", "digits", "--limit", "40", *sizes(144, 96))
+    code, out, err = repro_cli(*command, "--weights", theirs, "--model", name)
+    assert code == 0 and f"{name} on digits at 96" in out, err
+    found = [record["metrics"] for record in records().values()]
+    assert all(m["options"] == {} and m["weights_file"] == "vit3.pth" and m["train_image_size"] == 144 for m in found)
+    digest = hashlib.sha256(Path(theirs).read_bytes()).hexdigest()
+    assert all(m["weights"] == digest[:16] for m in found)
+    assert repro_cli(*command, "--weights", own)[0] == 0
+    for size in (144, 96):
+        both = [r["metrics"] for r in records().values() if r["metrics"]["image_size"] == size]
+        assert len({m["weights"] for m in both}) == 2 and len({m["val_loss"] for m in both}) == 1
+
+
+def test_official_files_that_do_not_fit_are_one_line(official, repro_cli, tmp_path):
+    name, theirs, _ = official
+    command = ("evaluate", "--data", "digits", "--weights")
+    torch.save({"patch_embed.proj.bias": torch.zeros(64)}, tmp_path / "headless.pth")
+    wrong = [
+        ((theirs,), "name that with --model"),
+        ((theirs, "--model", "vit3_tiny_patch16_224"), "vit3.pth: official weights do not fit ViT3 as built: "),
+        ((theirs, "--model", "vit3_nano_patch16"), "no such model; did you mean 'vit3_nano_patch16_144'?"),
+        ((theirs, "--model", name, "--image-size", "100"), "multiples of the patch size 16"),
+        ((str(tmp_path / "none.pth"), "--model", name), "none.pth: no such weights file"),
+        ((str(tmp_path / "headless.pth"), "--model", name), "has no head.weight"),
+        ((theirs, "--model", DEIT), "vit3.pth: has 1000 classes, digits has 10"),
+    ]
+    for options, message in wrong:
+        code, _, err = repro_cli(*command, *options)
+        assert code == 2 and err.count("\n") == 1 and message in err, (options, err)
+    assert not Path("results/measured").exists()
+
+
+def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, repro_cli, tmp_path):
+    published(f"{DEIT}.fb_in1k")
+    torch.manual_seed(1)  # the published weights' own
+    path = tmp_path / "deit.pth"
+    torch.save({"model": timm.create_model(DEIT, num_classes=10, img_size=32).state_dict()}, path)
+    command = ("evaluate", "--data", "digits", "--limit", "20", "--model", DEIT)
+    assert repro_cli(*command, "--pretrained")[0] == 0
+    code, _, err = repro_cli(*command, "--weights", str(path))
+    assert code == 0, err
+    fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights"] != "timm")
+    assert read["val_loss"] == fetched["val_loss"] and read["weights_file"] == "deit.pth"
+    assert "options" not in read  # of unknown origin: not for Table 1
+    path.write_bytes(path.read_bytes()[:1000])
+    code, _, err = repro_cli(*command, "--weights", str(path))
+    assert code == 2 and err.count("\n") == 1 and f"{path}: {DEIT}.fb_in1k: weights cannot be loaded" in err
+
+
+def test_the_papers_number_stands_beside_a_full_score_alone():
+    from stages.evaluate import Request, Subject, _Bench
+
+    assert table1_top1("vit3_tiny_patch16_224", 224) == "76.5" and table1_top1("vittt_base_patch16_224", 224) == "82.7"
+    assert table1_top1("vit3_tiny_patch16_224", 384) is None and table1_top1("vit_base_patch16_384", 384) == "77.9"
+
+    def line(kind="imagenet", size=224, options={}, **asked):
+        name = "vit3_tiny_patch16_224"
+        subject = Subject(name=name, model=name, weights="", facts={"options": options}, preprocessing={}, sizes=(), build=None)
+        return _Bench(None, None, "", kind, None, None, None, Request(**asked))._paper(subject, size)
+
+    assert line() == " (Table 1: 76.5 %)"
+    assert line(kind="digits") == line(size=256) == line(options={"depth": 1}) == line(limit=10) == ""
 
 
 def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, repro_cli):

@@ -1,0 +1,237 @@
+"""ViT3, vision test-time training in a DeiT shell: ViT3-T/S/B and a nano for tests and for the embedded data sets.
+
+Every block learns two small models on its own tokens, one step of full-batch gradient descent for every image, and reads them
+out: a gated linear unit for each head, and one depth-wise 3x3 convolution on the grid beside the heads. There is no position
+embedding and no class token. `import repro.models` registers the models with timm.
+
+Shape suffixes: B batch, N tokens (h·w), C width, d head dimension; image-like tensors are (1, B·d, h, w), a group per channel.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
+
+from .backbone import Backbone, Grid, create, default_cfg
+
+EPS = 1e-6
+INNER_SCALE = 1 / 3  # of both inner losses, whatever the head dimension
+
+
+class InnerTraining(nn.Module):
+    """The TTT block: Linear, one inner step for each image, read-out, Linear.
+
+    With keys k, values v and queries q of one head, the inner loss and the step on each fast weight w are
+
+        L = −(s/N) Σ_n ⟨F(k_n), v_n⟩,    g = ∂L/∂w,    w' = w − g / (‖g‖ + 1),    s = 1/3,
+
+    and the output is F(q) under w'. The heads learn F(x) = (x w1) · SiLU(x w2), with ‖g‖ over the input axis, for every output
+    column; the convolution learns F = w3 (zero-padded), with ‖g‖ over the 3x3 window of a channel. The gradients are closed
+    forms through which autograd runs, so that the outer gradient is that of the whole step.
+
+    Args:
+        dim: width C.
+        num_heads: heads of the gated linear unit; C must be a multiple of it. The convolution has the width of one head.
+    """
+
+    def __init__(self, dim: int, num_heads: int):
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        d = self.head_dim
+        self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then of the convolution
+        self.qkv = nn.Linear(dim, sum(self.split_sizes))
+        self.w1 = nn.Parameter(torch.empty(1, num_heads, d, d))
+        self.w2 = nn.Parameter(torch.empty(1, num_heads, d, d))
+        self.w3 = nn.Parameter(torch.empty(d, 1, 3, 3))
+        self.proj = nn.Linear(dim + d, dim)
+        for weight in (self.w1, self.w2, self.w3):
+            nn.init.trunc_normal_(weight, std=0.02)
+
+    def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x_BNC: normalised tokens (B, N, C), row-major on the grid.
+            grid: (h, w) with h·w = N.
+
+        Returns:
+            (B, N, C) in the dtype of `x_BNC` (of the autocast mode, where one is on), to be added to the residual stream.
+        """
+        projected = self.qkv(x_BNC)
+        # fp32 under autocast too: g is small. At initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in fp16,
+        # and one of eight elements of w does not move at all in bf16
+        with _full_precision(x_BNC.device.type):
+            heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(self.split_sizes, dim=-1)
+            out = torch.cat((self._learn_glu(heads), self._learn_conv(conv, grid)), dim=-1)
+        return self.proj(out.to(projected.dtype))
+
+    def _learn_glu(self, qkv: Tensor) -> Tensor:
+        """(B, N, 3C) -> (B, N, C)."""
+        B, N, _ = qkv.shape
+        # one copy into the layout of batched products, for all three
+        q, k, v = qkv.view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).contiguous()
+        w1, w2 = self.w1.to(k.dtype), self.w2.to(k.dtype)
+        z1, z2 = k @ w1, k @ w2
+        sigmoid = z2.sigmoid()
+        gate = z2 * sigmoid
+        slope = sigmoid * (1 + z2 - gate)  # SiLU'(z2)
+        scale = -INNER_SCALE / N
+        w1 = _descend(w1, scale * (k.mT @ (v * gate)), dim=-2)
+        w2 = _descend(w2, scale * (k.mT @ (v * z1 * slope)), dim=-2)
+        return ((q @ w1) * F.silu(q @ w2)).transpose(1, 2).reshape(B, N, -1)
+
+    def _learn_conv(self, qkv: Tensor, grid: Grid) -> Tensor:
+        """(B, N, 3d) -> (B, N, d). Images and channels are groups, so that each has its own window, in one convolution for all."""
+        B, N, _ = qkv.shape
+        d = self.head_dim
+        q, k, v = qkv.view(B, N, 3, d).permute(2, 0, 3, 1).reshape(3, 1, B * d, *grid)
+        w3 = self.w3.to(k.dtype).repeat(B, 1, 1, 1)
+        g3 = conv2d_weight(k, w3.shape, v, padding=1, groups=B * d)  # Σ_p k[p + offset] v[p], without unfolding k
+        w3 = _descend(w3, (-INNER_SCALE / N) * g3, dim=(-2, -1))
+        return F.conv2d(q, w3, padding=1, groups=B * d).view(B, d, N).transpose(1, 2)
+
+
+class ViT3Block(nn.Module):
+    """Tokens + depth-wise convolution, then the TTT block and an MLP, each on a LayerNorm and with a residual.
+
+    Args:
+        dim, num_heads: see `InnerTraining`.
+        drop_path: stochastic depth of the last two branches.
+    """
+
+    def __init__(self, dim: int, num_heads: int, drop_path: float):
+        super().__init__()
+        self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.norm1 = nn.LayerNorm(dim, eps=EPS)
+        self.attn = InnerTraining(dim, num_heads)
+        self.norm2 = nn.LayerNorm(dim, eps=EPS)
+        self.mlp = Mlp(dim, 4 * dim)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) on an (h, w) grid, row-major -> (B, N, C)."""
+        image = tokens.transpose(1, 2).unflatten(2, grid)  # a channels-last view, no copy
+        tokens = tokens + self.cpe(image).flatten(2).transpose(1, 2)
+        tokens = tokens + self.drop_path(self.attn(self.norm1(tokens), grid))
+        return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
+
+
+class ViT3(Backbone):
+    """ViT3 in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+
+    Args:
+        img_size: image height and width of the training; nothing in the model depends on it, and images of any size are taken.
+        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
+        in_chans: channels of the image.
+        num_classes: outputs of the head; 0 leaves it out.
+        embed_dim: width C.
+        depth: blocks.
+        num_heads: heads of the inner gated linear unit.
+        drop_rate: dropout in front of the head.
+        drop_path_rate: stochastic depth, linear from 0 to this over the blocks.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Grid = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 6,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool="mean", drop_rate=drop_rate)
+        self.num_heads = num_heads
+        rates = calculate_drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.ModuleList(ViT3Block(embed_dim, num_heads, rate) for rate in rates)
+        self.norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 and zero bias, convolutions PyTorch's default; TTT blocks start their own fast weights."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> patch tokens (B, N, C) and their (h, w) grid; the blocks' convolutions tell positions.
+
+        Raises:
+            ValueError: H or W is not a multiple of the patch size.
+        """
+        return self.patches(x)
+
+    def class_feature(self, tokens: Tensor) -> Tensor:
+        """Normalised tokens (B, N, C) -> their mean (B, C)."""
+        return tokens.mean(dim=1)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Nothing by name: the fast weights' start decays as other matrices do, biases and norms are exempt by timm's own rule."""
+        return set()
+
+
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The official release's names -> ours; only the patch convolution has another."""
+    return {key.replace("patch_embed.proj.", "patch_embed."): value for key, value in state_dict.items()}
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vit3_tiny_patch16_224.untrained": default_cfg(224),
+        "vit3_small_patch16_224.untrained": default_cfg(224),
+        "vit3_base_patch16_224.untrained": default_cfg(224),
+        "vit3_nano_patch16_144.untrained": default_cfg(144),
+    }
+)
+
+
+@register_model
+def vit3_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
+    """ViT3-T: C 192, 6 heads, 6.149 M parameters; the paper trains it with drop path 0."""
+    return create(ViT3, "vit3_tiny_patch16_224", pretrained, **{"embed_dim": 192, "num_heads": 6, **kwargs})
+
+
+@register_model
+def vit3_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
+    """ViT3-S: C 384, 6 heads, 23.799 M parameters; the paper trains it with drop path 0.1."""
+    return create(ViT3, "vit3_small_patch16_224", pretrained, **{"embed_dim": 384, "num_heads": 6, **kwargs})
+
+
+@register_model
+def vit3_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
+    """ViT3-B: C 768, 12 heads, 90.056 M parameters; the paper trains it with drop path 0.4."""
+    return create(ViT3, "vit3_base_patch16_224", pretrained, **{"embed_dim": 768, "num_heads": 12, **kwargs})
+
+
+@register_model
+def vit3_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> ViT3:
+    """A small ViT3 for tests and for the embedded data sets: C 64, 4 blocks, 2 heads of ViT3-T's width, 9x9 tokens."""
+    nano = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2}
+    return create(ViT3, "vit3_nano_patch16_144", pretrained, **nano | kwargs)
+
+
+def _full_precision(device_type: str) -> contextlib.AbstractContextManager:
+    """Autocast switched off, on devices that know it; shapes alone (meta) do not."""
+    known = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
+
+
+def _descend(w: Tensor, g: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """w − g / (‖g‖ + 1), the norm over `dim`."""
+    return w - g / (torch.linalg.vector_norm(g, dim=dim, keepdim=True) + 1)

@@ -1,0 +1,231 @@
+"""Official checkpoints: every container they come in, one line for what does not fit, and positions on another grid."""
+
+import argparse
+import os
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import repro.models  # noqa: F401
+from repro.core.errors import UserError
+from repro.models.backbone import Backbone
+from repro.models.vit3 import ViT3
+from repro.models.weights import load_official, read_official
+
+
+@pytest.fixture(scope="module")
+def release() -> dict:
+    """A small ViT3 of the official release: `weights` by their official names, x and logits."""
+    with np.load(Path(__file__).parents[1] / "data" / "vit3_model.npz") as file:
+        tensors = {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
+    weights = {key.removeprefix("state_dict/"): value for key, value in tensors.items() if key.startswith("state_dict/")}
+    return {"weights": weights, "x": tensors["x"], "logits": tensors["logits"]}
+
+
+def small() -> ViT3:
+    return ViT3(img_size=64, num_classes=11, embed_dim=48, depth=2, num_heads=3).eval()
+
+
+class CfgNode(dict):
+    """As yacs has it: a dict with attributes of its own, pickled under its package's name."""
+
+    def __init__(self, content):
+        super().__init__(content)
+        self.__dict__["__immutable__"] = True
+
+
+CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
+
+
+def mmcls(weights: dict) -> dict:
+    names = {name: name.replace("head.", "head.fc.") if name.startswith("head.") else f"backbone.{name}" for name in weights}
+    return {"meta": {"epoch": 300, "CLASSES": ("tench", "goldfish")}, "state_dict": {names[k]: v for k, v in weights.items()}}
+
+
+CONTAINERS = {
+    "bare": lambda weights: weights,
+    "model": lambda weights: {"model": weights},
+    "training": lambda weights: {
+        "model": weights, "optimizer": {"state": {}, "param_groups": [{"lr": 1e-3}]}, "epoch": 299, "max_accuracy": 76.5,
+        "args": argparse.Namespace(lr=1e-3, output_dir=""), "config": CfgNode({"MODEL": CfgNode({"NAME": "vit3"})}),
+    },
+    "parallel": lambda weights: {"state_dict": {f"module.{name}": value for name, value in weights.items()}},
+    "mmcls": mmcls,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, container, zipped):
+    for name in ("yacs", "yacs.config"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["yacs.config"].CfgNode = CfgNode
+    path = tmp_path / "official.pth"
+    torch.save(CONTAINERS[container](release["weights"]), path, _use_new_zipfile_serialization=zipped)
+    monkeypatch.undo()  # what read it has no yacs
+    model = small()
+    load_official(model, read_official(path))
+    with torch.no_grad():
+        torch.testing.assert_close(model(release["x"]), release["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_safetensors_too(release, tmp_path):
+    save_file(release["weights"], tmp_path / "official.safetensors")
+    read = read_official(tmp_path / "official.safetensors")
+    assert set(read) == set(release["weights"])
+    assert all(torch.equal(read[name], value) for name, value in release["weights"].items())
+
+
+def without(weights, *names):
+    return {name: value for name, value in weights.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: without(w, "blocks.1.attn.w3"), r"as built: blocks\.1\.attn\.w3 missing$"),
+        (lambda w: w | {"pos_embed": torch.zeros(1, 16, 48)}, r"as built: pos_embed not used$"),
+        (lambda w: w | {"head.weight": torch.zeros(1000, 48)}, r"as built: head\.weight is \(1000, 48\), expected \(11, 48\)$"),
+        (lambda w: {f"x.{name}": value for name, value in w.items()}, r"as built: (\S+ missing; ){3}and \d+ more$"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_changes_nothing(release, change, message):
+    model = small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=message):
+        load_official(model, change(release["weights"]))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_how_many_more_are_counted(release):
+    wrong = {"spare": torch.zeros(1)} | without(release["weights"], "norm.bias", "norm.weight", "head.bias")
+    with pytest.raises(UserError, match=r"head\.bias missing; norm\.weight missing; norm\.bias missing; and 1 more$"):
+        load_official(small(), wrong)
+
+
+def test_a_family_without_official_weights():
+    with pytest.raises(UserError, match="VisionTransformer: no official weights are known"):
+        load_official(timm.create_model("deit_tiny_patch16_224", depth=1), {})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(1)], "holds no state dict"),
+        ({}, "holds no state dict"),
+        ({"model": {"lr": 0.1}}, "holds no state dict"),
+        ({"backbone.x": torch.zeros(1), "x": torch.zeros(1)}, "names that differ by a prefix"),
+        ({"model": {}, "folder": Path("x")}, r"holds objects of pathlib\.\S+, which are not loaded from a file"),
+    ],
+)
+def test_files_of_something_else_are_one_line(tmp_path, content, message):
+    path = tmp_path / "other.pth"
+    torch.save(content, path)
+    with pytest.raises(UserError, match=f"^{path}: .*{message}") as caught:
+        read_official(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kept", [0, 2, 100, 0.5, -1])
+def test_files_cut_short_are_one_line(release, tmp_path, zipped, kept):
+    path = tmp_path / "short.pth"
+    torch.save({"model": release["weights"]}, path, _use_new_zipfile_serialization=zipped)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    with pytest.raises(UserError, match=f"^{path}: not a readable checkpoint of PyTorch.*; it may have been cut short") as caught:
+        read_official(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    for name in ("none.pth", "none.safetensors"):
+        with pytest.raises(UserError, match="no such weights file"):
+            read_official(tmp_path / name)
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, ("reached",)
+
+
+def test_no_code_of_a_file_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"x": torch.zeros(1)}, "args": Attack()}, "attack.pth")
+    with pytest.raises(UserError, match="holds objects of posix.mkdir"):
+        read_official(Path("attack.pth"))
+    assert not Path("reached").exists()
+
+
+class MiddleToken(Backbone):
+    """A family with a position for its class token in the middle of the sequence, as Vim's."""
+
+    def __init__(self, img_size):
+        super().__init__(img_size, 16, 3, 2, 4, 1, pool="mid", drop_rate=0.0)
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1] + 1, 4))
+        self.pretrained_cfg = {"input_size": (3, 64, 64)}
+
+    def prefix_positions(self, num_patches):
+        return (num_patches // 2,)
+
+
+class TokenApart(MiddleToken):
+    """The same with another table for the class token."""
+
+    def __init__(self, img_size):
+        super().__init__(img_size)
+        self.pos_embed = nn.Parameter(self.pos_embed[:, 1:].detach())
+
+
+def official_state_dict(state_dict):
+    """Found by `load_official` as that of the families above."""
+    return {name.removeprefix("their."): value for name, value in state_dict.items()}
+
+
+def positions(length: int) -> torch.Tensor:
+    return torch.randn(1, length, 4, generator=torch.Generator().manual_seed(0))
+
+
+def official_file(embedding: torch.Tensor) -> dict:
+    """The stand-in's checkpoint: with 17 positions that of `MiddleToken`, with 16 that of `TokenApart`."""
+    state = MiddleToken(64).state_dict() | {"pos_embed": embedding}
+    return {f"their.{name}": value for name, value in state.items()}
+
+
+def test_positions_are_resampled_for_a_model_built_at_another_size():
+    given = positions(17)
+    model = MiddleToken((48, 80))
+    load_official(model, official_file(given))
+    patches = torch.cat([given[:, :8], given[:, 9:]], 1)
+    grid = F.interpolate(patches.mT.reshape(1, 4, 4, 4), size=(3, 5), mode="bicubic", antialias=False).flatten(2).mT
+    expected = torch.cat([grid[:, :7], given[:, 8:9], grid[:, 7:]], 1)
+    torch.testing.assert_close(model.pos_embed.detach(), expected)
+
+
+def test_positions_of_patches_alone_are_resampled_alone():
+    given = positions(16)
+    model = TokenApart((48, 80))
+    load_official(model, official_file(given))
+    expected = F.interpolate(given.mT.reshape(1, 4, 4, 4), size=(3, 5), mode="bicubic", antialias=False).flatten(2).mT
+    torch.testing.assert_close(model.pos_embed.detach(), expected)
+
+
+def test_positions_are_taken_as_they_are_at_the_default_size():
+    given = positions(17)
+    model = MiddleToken(64)
+    load_official(model, official_file(given))
+    assert torch.equal(model.pos_embed, given)
+
+
+@pytest.mark.parametrize("size", [64, 32])
+def test_positions_of_another_stride_are_refused_at_any_size(size):
+    with pytest.raises(UserError, match=r"pos_embed is \(1, 50, 4\), expected"):
+        load_official(MiddleToken(size), official_file(positions(50)))

@@ -1,0 +1,283 @@
+"""ViT3 against its official release, against autograd of the inner loss, and against counts by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import repro.models  # noqa: F401  registers the models
+from repro.engine.optim import build_optimizer
+from repro.engine.params import OptimParams
+from repro.models.registry import as_plain_backbone
+from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def read(name: str) -> dict[str, Tensor]:
+    with np.load(DATA / name) as file:
+        return {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
+
+
+def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def relative(ours: Tensor, truth: Tensor) -> float:
+    assert ours.shape == truth.shape
+    return ((ours.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
+
+
+def nano(**options) -> ViT3:
+    torch.manual_seed(0)
+    return timm.create_model("vit3_nano_patch16_144", **{"num_classes": 10, **options}).eval()
+
+
+def test_block_equals_the_official_release():
+    truth = read("vit3_block.npz")
+    block = InnerTraining(32, 4)
+    block.load_state_dict(below(truth, "state_dict/"))
+    x = truth["x"].clone().requires_grad_()
+    out = block(x, (5, 7))
+    out.backward(truth["grad_out"])
+    assert relative(out, truth["out"]) < 1e-5
+    assert relative(x.grad, truth["grad_x"]) < 1e-5
+    expected = below(truth, "grads/")
+    assert set(expected) == {name for name, _ in block.named_parameters()}
+    for name, parameter in block.named_parameters():
+        assert relative(parameter.grad, expected[name]) < 1e-5, name
+
+
+def test_model_equals_the_official_release():
+    truth = read("vit3_model.npz")
+    model = ViT3(img_size=64, num_classes=11, embed_dim=48, depth=2, num_heads=3).eval()
+    model.load_state_dict(official_state_dict(below(truth, "state_dict/")))
+    with torch.no_grad():
+        tokens = model.forward_features(truth["x"])
+        assert relative(model.forward_head(tokens, pre_logits=True), truth["features"]) < 1e-5
+        assert relative(model(truth["x"]), truth["logits"]) < 1e-5
+
+
+def step_by_autograd(w: Tensor, loss: Tensor, dim: tuple[int, ...]) -> Tensor:
+    (g,) = torch.autograd.grad(loss, w, create_graph=True)
+    return w - g / (g.square().sum(dim, keepdim=True).sqrt() + 1)
+
+
+def block_by_autograd(block: InnerTraining, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Image by image and head by head: the gradients of the inner losses by autograd, no closed form."""
+    N, C = x.shape[1:]
+    H, d = block.num_heads, block.head_dim
+    rows = []
+    for image in x:
+        q1, k1, v1, q2, k2, v2 = block.qkv(image).split([C, C, C, d, d, d], dim=-1)
+        parts = []
+        for head in range(H):
+            q, k, v = (t[:, head * d : (head + 1) * d] for t in (q1, k1, v1))
+            w1, w2 = block.w1[0, head].clone(), block.w2[0, head].clone()
+            loss = -(9**-0.5) / N * (((k @ w1) * F.silu(k @ w2)) * v).sum()
+            w1, w2 = step_by_autograd(w1, loss, (0,)), step_by_autograd(w2, loss, (0,))
+            parts.append((q @ w1) * F.silu(q @ w2))
+        w3 = block.w3.clone()
+        q, k, v = (t.T.reshape(1, d, *grid) for t in (q2, k2, v2))
+        loss = -(9**-0.5) / N * (F.conv2d(k, w3, padding=1, groups=d) * v).sum()
+        w3 = step_by_autograd(w3, loss, (1, 2, 3))
+        parts.append(F.conv2d(q, w3, padding=1, groups=d).reshape(d, N).T)
+        rows.append(block.proj(torch.cat(parts, dim=-1)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("grid", [(3, 5), (1, 4), (6, 2)])
+def test_block_is_a_damped_step_down_the_inner_loss(grid):
+    """Outer gradients too: through autograd's own inner gradients they are of second order."""
+    torch.manual_seed(0)
+    block = InnerTraining(12, 3).double()
+    with torch.no_grad():
+        for parameter in block.parameters():  # large enough that damping and the step matter
+            parameter.copy_(torch.randn_like(parameter))
+    x = torch.randn(2, grid[0] * grid[1], 12, dtype=torch.float64, requires_grad=True)
+    cotangent = torch.randn(2, grid[0] * grid[1], 12, dtype=torch.float64)
+    inputs = [x, *block.parameters()]
+    results = []
+    for out in (block(x, grid), block_by_autograd(block, x, grid)):
+        results.append([out, *torch.autograd.grad(out, inputs, cotangent)])
+    for ours, truth in zip(*results, strict=True):
+        assert relative(ours, truth) < 1e-10
+
+
+def test_a_zero_value_takes_no_step_and_has_finite_gradients():
+    """‖g‖ has no gradient at 0, which black images reach: v = 0 there when the bias is."""
+    block = InnerTraining(8, 2)
+    x = torch.zeros(1, 6, 8, requires_grad=True)
+    with torch.no_grad():
+        block.qkv.bias.zero_()
+    out = block(x, (2, 3))
+    out.sum().backward()
+    assert torch.equal(out, block.proj.bias.expand_as(out))
+    assert all(p.grad.isfinite().all() for p in (x, *block.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_inner_step_is_fp32_under_autocast(dtype):
+    """Truth in fp64, from the same rounded q, k and v: what is left is one rounding of the output."""
+    torch.manual_seed(0)
+    block = InnerTraining(32, 4)
+    x = torch.randn(2, 35, 32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        out, rounded = block(x, (5, 7)), block.qkv(x)
+    assert out.dtype == rounded.dtype == dtype
+    exact = InnerTraining(32, 4).double()
+    exact.load_state_dict(block.state_dict())
+    learned = []
+    with torch.no_grad():
+        exact.qkv.forward = lambda _: rounded.double()
+        exact.proj.forward = lambda tokens: learned.append(tokens)
+        exact(x.double(), (5, 7))
+        block.proj.forward = lambda tokens: learned.append(tokens)
+        with torch.autocast("cpu", dtype=dtype):
+            block(x, (5, 7))
+    exact_rounded, ours = learned[0].to(dtype), learned[1]
+    assert (ours == exact_rounded).float().mean() > 0.99  # the rest lies within fp32's error of the middle of two numbers
+
+
+def test_low_precision_parameters_run_without_autocast():
+    model = nano().bfloat16()
+    assert model(torch.randn(1, 3, 32, 48).bfloat16()).dtype == torch.bfloat16
+
+
+# by hand: qkv with 3C + 3d outputs, proj with C + d inputs, w1 and w2 (h, d, d), w3 (d, 1, 3, 3), convolution, two LayerNorms, MLP
+def parameters_by_hand(C: int, heads: int) -> int:
+    d = C // heads
+    block = C * (3 * C + 3 * d) + 3 * C + 3 * d + 2 * heads * d * d + 9 * d + (C + d) * C + C
+    block += 10 * C + 4 * C + (C * 4 * C + 4 * C) + (4 * C * C + C)
+    return (768 * C + C) + 12 * block + 2 * C + 1000 * C + 1000
+
+
+@pytest.mark.parametrize(
+    ("size", "C", "heads", "count"),
+    [("tiny", 192, 6, 6_149_416), ("small", 384, 6, 23_799_400), ("base", 768, 12, 90_055_912)],
+)
+def test_parameters_of_the_sizes(size, C, heads, count):
+    with torch.device("meta"):
+        model = timm.create_model(f"vit3_{size}_patch16_224")
+    assert sum(p.numel() for p in model.parameters()) == parameters_by_hand(C, heads) == count
+
+
+def test_registered_names():
+    assert set(timm.list_models("vit3_*")) == {
+        "vit3_tiny_patch16_224", "vit3_small_patch16_224", "vit3_base_patch16_224", "vit3_nano_patch16_144",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
+def test_any_grid_and_the_protocol_of_plain_backbones(size):
+    model = nano()
+    image = torch.randn(2, 3, *size)
+    backbone = as_plain_backbone(model)
+    assert backbone is model and backbone.prefix_positions(81) == ()
+    with torch.no_grad():
+        tokens, grid = backbone.embed(image)
+        assert grid == (size[0] // 16, size[1] // 16)
+        for block in backbone.blocks:
+            tokens = block(tokens, grid)
+        final, maps = model.forward_intermediates(image, indices=[0, 3], norm=True)
+        torch.testing.assert_close(backbone.norm(tokens), final)
+        torch.testing.assert_close(maps[-1].flatten(2).mT, final)
+        assert model(image).shape == (2, 10)
+
+
+def test_rows_and_columns_are_told_apart():
+    """An image and its transpose differ by the transposed grid alone, when every 3x3 window and the patches are symmetric."""
+    model = nano().double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 4 and not name.endswith(("w1", "w2")):
+                parameter.copy_((parameter + parameter.mT) / 2)
+        image = torch.randn(1, 3, 48, 80, dtype=torch.float64)
+        (straight,), (turned,) = (model.forward_intermediates(i, indices=1, intermediates_only=True) for i in (image, image.mT))
+    torch.testing.assert_close(straight, turned.mT)
+
+
+def test_images_do_not_see_each_other_and_nothing_is_left_behind():
+    model = nano()
+    images = torch.randn(3, 3, 64, 80)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        together = model(images)
+        alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing():
+    model = nano().train()
+    image = torch.randn(2, 3, 64, 80)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(image).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_compiles_without_a_graph_break():
+    model = nano(depth=1)
+    image = torch.randn(2, 3, 32, 48)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for network in (model, compiled):
+        model.zero_grad()
+        network(image).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for plain, traced in zip(*gradients, strict=True):
+        torch.testing.assert_close(traced, plain)
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = timm.create_model("vit3_tiny_patch16_224", depth=2)
+    block = model.blocks[1]
+    linears = block.attn.qkv.weight, block.attn.proj.weight, block.mlp.fc1.weight, model.head.weight
+    for weight in (*linears, block.attn.w1, block.attn.w2, block.attn.w3):
+        assert abs(weight.detach().std().item() / 0.02 - 1) < 0.1 and abs(weight.detach().mean().item()) < 4e-3
+    assert not any(bias.any() for bias in (block.attn.qkv.bias, block.attn.proj.bias, block.mlp.fc2.bias, model.head.bias))
+    assert block.cpe.weight.abs().max() > 0.2  # PyTorch's default: uniform up to 1/3
+
+
+def test_stochastic_depth_grows_from_0_and_spares_the_convolution():
+    model = nano(drop_path_rate=0.3)
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
+    block = model.blocks[3].train()
+    block.drop_path.drop_prob = 1.0
+    tokens = torch.randn(2, 12, 64)
+    image = tokens.mT.reshape(2, 64, 3, 4)
+    expected = image + F.conv2d(image, block.cpe.weight, block.cpe.bias, padding=1, groups=64)
+    torch.testing.assert_close(block(tokens, (3, 4)), expected.flatten(2).mT)
+
+
+def test_weight_decay_falls_on_matrices_and_fast_weights_alone():
+    model = nano()
+    optimizer = build_optimizer(model, OptimParams(lr=1e-3), 512)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == (parameter.ndim > 1), name
+    assert id(model.blocks[0].attn.w3) in decayed
+
+
+def test_layers_for_decaying_learning_rates():
+    model = nano()
+    groups = timm.models.group_parameters(model, model.group_matcher())
+    assert sorted(name for names in groups.values() for name in names) == sorted(name for name, _ in model.named_parameters())
+    assert set(groups[0]) == {"patch_embed.weight", "patch_embed.bias"}
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ValueError, match="embed_dim 64 is not a multiple of num_heads 3"):
+        nano(num_heads=3)
