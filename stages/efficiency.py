@@ -1,12 +1,9 @@
 """`repro efficiency`: throughput, latency and peak memory over resolution (Fig. 1 and 6), on whatever device this is."""
 
-import csv
 import dataclasses
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -15,7 +12,9 @@ from repro.core.config import bounded, load_section
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record, write_text
-from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime, torch_dtype
+from repro.core.runtime import Runtime, choose_device, device_label, load_runtime, torch_dtype
+
+from . import efficiency_sweep
 
 COMPARED_AT = 1280  # the side at which the paper states speed-up and memory saved (Fig. 1)
 COLUMNS = (
@@ -81,23 +80,47 @@ class EfficiencyParams:
 
 
 def command(
+    res: Annotated[str | None, typer.Option(help="Sides in pixels: 224..1280 (every 128 or so), 224..1280:64, 224,512.")] = None,
+    families: Annotated[str | None, typer.Option(help="Of vittt,deit,deit_fused,vim,vrwkv,vit3; all of them without it.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Of T,S,B; on a CPU T, on a GPU all of them without it.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step; 1 on a CPU, 64 on a GPU without it.")] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Of weights and inputs; fp32 on a CPU, bf16 on a GPU without it.")
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Measure on this device.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.")] = None,
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Number format of weights and inputs.")] = None,
+    mode: Annotated[Literal["infer", "train"] | None, typer.Option(help="Forward, or forward, backward and AdamW.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="With torch.compile.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="For all rows; what does not fit is left out. 10 on a CPU, no limit on a GPU.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, max=2, help="2: every row twice, and how well they agree.")] = None,
 ) -> None:
-    """Measure speed and peak memory, one fresh process per row; with an option, results go to results/measured/<device>."""
+    """Measure speed and peak memory, one fresh process per row.
+
+    Without an option: the `efficiency:` section of params.yaml. With one: a sweep into results/measured/<device>/efficiency.json,
+    with figures; a second call continues.
+    """
     paths = find_root()
-    params, runtime = load_section(EfficiencyParams, paths.params, "efficiency"), load_runtime(paths)
-    folder = None
-    if device or batch or dtype:
-        runtime = dataclasses.replace(runtime, device=device or runtime.device)
-        params = dataclasses.replace(params, batch=batch or params.batch, dtype=dtype or params.dtype)
-        folder = paths.measured(device_slug(choose_device(runtime.device))) / "efficiency" / f"batch{params.batch}_{params.dtype}"
-    run(params, paths, runtime, folder=folder)
+    runtime = load_runtime(paths)
+    if not any((res, families, sizes, batch, dtype, device, mode, compile, minutes, runs)):
+        run(load_section(EfficiencyParams, paths.params, "efficiency"), paths, runtime)
+        return
+    from repro.measure.sweep import FAMILIES, GRID, SIZES, parse_names, parse_resolutions
+
+    try:
+        asked = efficiency_sweep.Sweep(
+            resolutions=parse_resolutions(res) if res else GRID,
+            families=parse_names(families, FAMILIES, "family") if families else tuple(FAMILIES),
+            sizes=parse_names(sizes, SIZES, "size") if sizes else None,
+            batch=batch, dtype=dtype, mode=mode or "infer", compile=compile, minutes=minutes, runs=runs or 1,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"efficiency: {error}") from None
+    efficiency_sweep.run(asked, paths, dataclasses.replace(runtime, device=device or runtime.device))
 
 
-def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Path | None = None) -> None:
-    """Write {metrics.json, rows.csv} into `folder`, results/efficiency by default.
+def run(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
+    """Write results/efficiency/{metrics.json, rows.csv}.
 
     metrics: `rows`, see repro.measure.speed.measure; `speedup_at_1280` and `memory_saved_at_1280_percent` {size:
     {vs_deit_unfused, vs_deit_fused}}, from median latencies and from peaks; `op`, see repro.measure.op_rate.
@@ -140,7 +163,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
             rows.append({"row": spec.row_id, **measure(spec), "device": label})
         except RuntimeError as error:
             raise RunError(f"efficiency: {error}") from None
-        print(_line(rows[-1]), flush=True)
+        print(efficiency_sweep.line(rows[-1], spec.row_id), flush=True)
     op_sizes = dataclasses.asdict(params.op)
     op = {**op_rate(**op_sizes, device=device.type, dtype=params.dtype, backend=params.backend), "device": label}
     share_percent = 100 * op["share_of_matmul_rate"]
@@ -154,8 +177,8 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime, *, folder: Pat
         ),
         "op": op,
     }
-    folder = folder or paths.results / "efficiency"
-    write_text(folder / "rows.csv", _csv(rows))
+    folder = paths.results / "efficiency"
+    write_text(folder / "rows.csv", efficiency_sweep.rows_csv(rows, COLUMNS))
     identity = make_identity(
         paths.root,
         ["stages.efficiency"],
@@ -196,13 +219,6 @@ def _compare(
     return compared
 
 
-def _line(row: dict[str, Any]) -> str:
-    if row["status"] != "ok":
-        return f"{row['row']}: {row['status']} ({row['reason']})"
-    memory = f", peak {row['peak_memory_mib']:.0f} MiB" if row["peak_memory_mib"] is not None else ""
-    return f"{row['row']}: {row['latency_ms']:.1f} ms, {row['throughput_img_per_s']:.2f} img/s{memory}"
-
-
 def _progress(specs: list) -> Iterator:
     """The specs, with a bar on a terminal; a log has the line of each row."""
     if not sys.stderr.isatty():
@@ -212,13 +228,3 @@ def _progress(specs: list) -> Iterator:
     from rich.progress import track
 
     yield from track(specs, "measuring", console=Console(stderr=True))
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    for row in rows:
-        low, high = row["latency_ms_ci95"] or (None, None)
-        writer.writerow({**row, "side": row["resolution"][0], "latency_ms_low": low, "latency_ms_high": high})
-    return stream.getvalue()

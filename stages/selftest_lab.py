@@ -121,10 +121,14 @@ class Checkout:
         return self.start(*args) if largest_file is None else self.start(str(largest_file), *args, program=("-c", SMALL_FILES))
 
     def until_training(self, process: subprocess.Popen) -> float:
-        """Wait until a run begins to train, or ends; the time then."""
+        """Wait until a run begins to train, or ends; the time of day then, in seconds."""
         while process.poll() is None and not any(self.root.glob(f".runs/pretrain/{CELL}-*/run.json")):
             time.sleep(0.005)
-        return time.monotonic()
+        return time.time()
+
+    def trained(self, began: float) -> float:
+        """Seconds from then until the results were there; torchrun takes some more to end."""
+        return (self.results / "metrics.json").stat().st_mtime - began
 
     def wait(self, process: subprocess.Popen) -> Ended:
         """Its end; one that does not come is a `Failed`."""
@@ -202,7 +206,7 @@ class Lab:
             except subprocess.TimeoutExpired:
                 break
             # the machine was busier when an uninterrupted run was timed: this one ended before its moment
-            self.seconds[processes] = time.monotonic() - began
+            self.seconds[processes] = checkout.trained(began)
         process.kill()  # by its number too: it may not have reached its folder yet
         end_all(checkout.root)
         return checkout, moment, checkout.wait(process)
@@ -238,7 +242,7 @@ def prepare(lab: Lab) -> None:
         began = one.until_training(processes[0])
         for checkout, process in zip((one, other), processes, strict=True):
             checkout.wait(process).require(0)
-        lab.whole[1], lab.seconds[1] = one, time.monotonic() - began
+        lab.whole[1], lab.seconds[1] = one, one.trained(began)
         other.compare(one)
         say(f"weights, curve and snapshots have the same bytes; {lab.seconds[1]:.1f} s")
     if not lab.whole:

@@ -1,11 +1,12 @@
-"""How fast the op `ttt_linear_bidir` runs, as a share of the matrix-product rate of the same machine at the same moment."""
+"""How fast operators run, as a share of what the same machine does at the same moment: a matrix product, or a copy."""
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kernels import selected_backend, ttt_linear_bidir
+from kernels import bi_wkv, selected_backend, selective_scan_bidir, ttt_linear_bidir
 
 from .speed import DTYPES, STEP_TIMERS, median_interval
 from .terms import ttt_linear_macs
@@ -30,11 +31,7 @@ def op_rate(
         matmul_samples_ms, sizes, backend}: rates from median times, 2 FLOPs per MAC, the op's MACs by `terms.ttt_linear_macs`;
         `share_ci95` is the interval of the median over the per-turn shares.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
+    random = _drawer(device)
     cast = getattr(torch, DTYPES[dtype])
     q, k, v = (random(batch, tokens, 2, heads, head_dim, dtype=cast) for _ in range(3))
     lr = torch.sigmoid(random(batch, tokens, heads)) / head_dim
@@ -75,3 +72,64 @@ def op_rate(
             "matmul_side": matmul_side,
         },
     }  # fmt: skip
+
+
+TOKENS = 6400  # 1280 x 1280 pixels
+REPEATS = 7
+Case = tuple[str, Callable[[], Any], int]
+
+
+def _selective_scan(batch: int, device: str, dtype: torch.dtype) -> Case:
+    """Vim-T: E 384, N 16, both directions."""
+    width, states = 384, 16
+    draw = _drawer(device)
+    u, delta = (draw(batch, TOKENS, 2, width, dtype=dtype) for _ in range(2))
+    B, C = (draw(batch, TOKENS, 2, states, dtype=dtype) for _ in range(2))
+    z = draw(batch, TOKENS, width, dtype=dtype)
+    A = -torch.arange(1.0, states + 1, device=device).expand(2, width, states).contiguous()
+    D, bias = torch.ones(2, width, device=device), torch.full((2, width), -4.0, device=device)
+    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, z, u))  # and out, of u's size
+    return "selective_scan_bidir", lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), moved
+
+
+def _bi_wkv(batch: int, device: str, dtype: torch.dtype) -> Case:
+    """VRWKV-T: C 192."""
+    draw = _drawer(device)
+    k, v = (draw(batch, TOKENS, 192, dtype=dtype) for _ in range(2))
+    w, u = (draw(192) / TOKENS for _ in range(2))
+    return "bi_wkv", lambda: bi_wkv(w, u, k, v), 3 * k.numel() * k.element_size()
+
+
+# family of models -> its operator at the family's smallest width, and the bytes that it must read and write
+OPERATORS: dict[str, Callable[[int, str, torch.dtype], Case]] = {"vim": _selective_scan, "vrwkv": _bi_wkv}
+
+
+def share_of_copy(family: str, *, batch: int, device: str, dtype: str) -> dict[str, Any]:
+    """Time the forward pass of a family's operator at 6400 tokens and a copy that moves as many bytes, in turn.
+
+    Returns:
+        {operator, share_of_copy_percent, op_ms, copy_ms, megabytes}: median times; every tensor counted once.
+    """
+    name, step, moved = OPERATORS[family](batch, device, getattr(torch, DTYPES[dtype]))
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timer = STEP_TIMERS[torch.device(device).type]
+    taken: dict[str, list[float]] = {"op": [], "copy": []}
+    with torch.inference_mode():
+        for turn in range(REPEATS + 1):
+            for which, each in (("op", step), ("copy", lambda: target.copy_(source))):
+                elapsed_ms = timer(each)
+                if turn:
+                    taken[which].append(elapsed_ms)
+    op_ms, copy_ms = (statistics.median(taken[which]) for which in ("op", "copy"))
+    share = 100 * copy_ms / op_ms
+    return {"operator": name, "share_of_copy_percent": share, "op_ms": op_ms, "copy_ms": copy_ms, "megabytes": moved / 1e6}
+
+
+def _drawer(device: str) -> Callable[..., torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    return draw

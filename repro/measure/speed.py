@@ -42,7 +42,9 @@ class RowSpec:
         batch: images per step; never changed.
         dtype: weights and inputs are cast to it, without autocast; TF32 is off, so fp32 means fp32.
         device: `cpu` or `cuda`.
-        backend: implementation of TTT-Linear, see `kernels.ttt_linear`; other models run plain PyTorch whatever it says.
+        backend: implementation of the family's operator, see `kernels`; models without one run plain PyTorch whatever it says.
+        mode: `infer`, a forward pass under inference mode; `train`, forward, backward and a step of AdamW.
+        compile: `torch.compile` with its defaults.
         steps: timed steps, at least 10; three, where the median step takes longer than 2 s.
         warmup: steps before the timed ones, prolonged until one second has passed, cut short by a step longer than 2 s.
         budget_s: wall-clock limit of the whole row, start of the process included.
@@ -60,6 +62,8 @@ class RowSpec:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
     backend: str = "auto"
+    mode: Literal["infer", "train"] = "infer"
+    compile: bool = False
     steps: int = MIN_STEPS
     warmup: int = 2
     budget_s: float = 60.0
@@ -73,6 +77,8 @@ class RowSpec:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device {self.device!r} is not cpu or cuda")
+        if self.mode not in ("infer", "train"):
+            raise ValueError(f"mode {self.mode!r} is not infer or train")
         if self.steps < MIN_STEPS or self.warmup < 1 or self.batch < 1 or not self.budget_s > 0:
             raise ValueError(f"needs steps >= {MIN_STEPS}, warmup >= 1, batch >= 1, budget_s > 0; got {self}")
 
@@ -94,10 +100,11 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     """Measure one row in a fresh process.
 
     Returns:
-        {model, options, attention, resolution, batch, dtype, device, backend, mode, params, macs_g, throughput_img_per_s,
-        latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}: latency is the median
-        step, `latency_ms_ci95` the interval of `median_interval`, throughput batch/latency. `status` is `ok`, `oom` or
-        `timeout`; what was then not measured is None with its reason under `reason`.
+        {model, options, attention, attention_kernel, resolution, batch, dtype, device, backend, mode, compile, params, macs_g,
+        throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}: latency
+        is the median step, `latency_ms_ci95` the interval of `median_interval`, throughput batch/latency. `attention_kernel` is
+        the fused kernel that PyTorch chose, `none` where it chose none. `status` is `ok`, `oom` or `timeout`; what was then not
+        measured is None with its reason under `reason`.
 
     Raises:
         RuntimeError: the process ended in any other way; one line that names the row.
@@ -113,13 +120,13 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return _unmeasured(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
+        return unmeasured(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
     except BaseException:
         process.kill()
         process.communicate()
         raise
     if process.returncode == -signal.SIGKILL:
-        return _unmeasured(spec, "oom", "the process was killed, as the kernel does when memory runs out")
+        return unmeasured(spec, "oom", "the process was killed, as the kernel does when memory runs out")
     row = _last_json(out)
     if process.returncode or row is None:
         how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
@@ -143,7 +150,8 @@ def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[flo
     return (ordered[k - 1], ordered[n - k]) if k else None
 
 
-def _unmeasured(spec: RowSpec, status: str, reason: str) -> dict[str, Any]:
+def unmeasured(spec: RowSpec, status: str, reason: str) -> dict[str, Any]:
+    """The row of what could not be measured: `status` `oom`, `timeout` or `failed`, and why."""
     return {**_blank_row(spec), **_count(spec), "status": status, "reason": reason}
 
 
@@ -164,10 +172,10 @@ def _last_json(out: str) -> dict[str, Any] | None:
 
 
 def _blank_row(spec: RowSpec) -> dict[str, Any]:
-    shared = ("model", "options", "attention", "batch", "dtype", "device", "backend")
+    shared = ("model", "options", "attention", "batch", "dtype", "device", "backend", "mode", "compile")
     return {
         **{name: getattr(spec, name) for name in shared},
-        "resolution": list(spec.resolution), "mode": "infer", "throughput_img_per_s": None, "latency_ms": None,
+        "resolution": list(spec.resolution), "attention_kernel": "none", "throughput_img_per_s": None, "latency_ms": None,
         "latency_ms_ci95": None, "peak_memory_mib": None, "peak_memory_method": None, "steps": 0, "samples_ms": [],
         **({} if spec.attention else {"attention_reason": "no kind of attention was chosen"}),
     }  # fmt: skip
@@ -217,12 +225,18 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         model.set_backend(spec.backend)
     backend = kernel_backend(model, dtype)
     images = torch.randn(spec.batch, 3, *spec.resolution).to(device, dtype)
-    with torch.inference_mode():
-        samples, peak_mib, method = _sample(lambda: model(images), device, spec, baseline_kib)
+    kernel = _attention_kernel(model, images) if spec.attention == "fused" else "none"
+    network = torch.compile(model) if spec.compile else model
+    if spec.mode == "train":
+        samples, peak_mib, method = _sample(_training_step(model, network, images), device, spec, baseline_kib)
+    else:
+        with torch.inference_mode():
+            samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
     latency = statistics.median(samples)
     interval = median_interval(samples)
     row = {
         "backend": backend,
+        "attention_kernel": kernel,
         "throughput_img_per_s": spec.batch * 1e3 / latency,
         "latency_ms": latency,
         "latency_ms_ci95": list(interval) if interval else None,
@@ -239,6 +253,41 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     return row
 
 
+def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
+    """Forward, backward and a step of AdamW, whose two moments count into the memory; the rate is too small to lead anywhere."""
+    import torch
+
+    model.train()
+    labels = torch.arange(len(images), device=images.device) % model.num_classes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+
+    def step() -> None:
+        torch.nn.functional.cross_entropy(network(images).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _attention_kernel(model: Any, images: Any) -> str:
+    """Which fused kernel `scaled_dot_product_attention` dispatches to for one of these images, `none` if it is the plain product."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    chosen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            if name.startswith("_scaled_dot_product"):
+                chosen.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch():  # under inference_mode the public function would be seen, and not what it chose
+        model(images[:1])
+    return next((name for name in chosen if not name.endswith("_math")), "none")
+
+
 def _sample(
     step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None
 ) -> tuple[list[float], float | None, str]:
@@ -246,7 +295,7 @@ def _sample(
     import torch
 
     timer = STEP_TIMERS[device.type]
-    _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda")
+    _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or spec.compile)
     # the peak is that of the timed steps: a Triton kernel's autotuning in the warm-up takes memory of its own
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
