@@ -6,9 +6,9 @@ w log2 e and bonus U = u log2 e, a direction's state before token t and the sum 
 
     left_t = Σ_{i<t} 2^{−(t−i−1) W} token_i,      total_t = left_t + right_t + 2^U token_t,      out_t = total_t[0] / total_t[1]
 
-`_scan` takes eight neighbouring tokens as a chunk, all chunks abreast: one sweep gives the chunks' sums, a scan over those (the
-same function, decay 8 W) the states at the chunks' starts, a second sweep the states at all tokens. Time is linear in T, and
-the number of operations grows with log T. Either exponents are carried along, the running maxima, which is right for any k, w
+`_scan` takes eight neighbouring tokens as a chunk, all chunks abreast: a sweep gives the states within the chunks and the chunks'
+sums, and a scan over those (the same function, decay 8 W) the states at the chunks' starts, which are added. Time is linear in T,
+and the number of operations grows with log T. Either exponents are carried along, the running maxima, which is right for any k, w
 and u; or, where the powers of a whole sequence fit a float, as those of a trained model do, e is None and 2^e is in x.
 
 The backward pass repeats the scans. The gradient is the same kind of sum: with the adjoint tokens (−E, [g, g out] / den), where
@@ -33,7 +33,7 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 _CHUNK = 8
-_BLOCK = 2**18  # elements of the tokens that are handled at once: scratch memory that stays in the cache, and is not asked for anew
+_BLOCK = 2**18  # elements of the tokens' values that are handled at once, so that scratch memory stays in the cache
 _FLOOR = -1e30  # the exponent of nothing: finite, so that the difference of two is 0
 # Without exponents the powers of a sequence stay within 2^±_POWERS and |v| below 2^_VALUES, so that they and the product of both
 # with a gradient of any usual size fit an fp32's 2^±126.
@@ -51,7 +51,7 @@ def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool) -> tu
     """out (B,T,C) in k's dtype, and states of shape `states_shape`, from w, u (C,) and k, v (B,T,C)."""
     out, T = torch.empty_like(k, memory_format=torch.contiguous_format), k.shape[1]
     blocks = _blocks(k.shape)
-    memory = _memory(k[blocks[0]], 3)  # the first block is the largest
+    memory = _memory(k[blocks[0]], 3)  # once for all blocks, as the first is the largest: new pages cost more than a scan
     for here in blocks:
         B, _, C = k[here].shape
         values, left, right = memory[:, :, :B, :, :C]
@@ -139,7 +139,8 @@ def _scan(items: Weighted, w: Tensor, reverse: bool, out: Tensor | None = None) 
         return None if e is None else e[:, :T], x[:, :, :T]
 
     e, x = None if e is None else e.unflatten(1, (-1, n)), x.unflatten(2, (-1, n))
-    result_e, result_x = None if e is None else torch.empty_like(e), torch.empty_like(x) if out is None else out.unflatten(2, (-1, n))
+    result_e = None if e is None else torch.empty_like(e)
+    result_x = torch.empty_like(x) if out is None else out.unflatten(2, (-1, n))
     here, there = _places(e, x), _places(result_e, result_x)
     if reverse:
         here, there = here[::-1], there[::-1]

@@ -106,7 +106,7 @@ def products(xs, ys):
 
 @triton.jit
 def sums_behind(decay, state, xs):
-    """`decay` for each token between times the rows, summed at each token over those behind it; `state` is the sum behind the block."""
+    """At each token the sum of the rows behind it, times `decay` for each token between; `state` is the sum behind the block."""
     sums = ()
     for j in tl.static_range(len(xs) - 1, -1, -1):
         sums = (state,) + sums
@@ -290,7 +290,7 @@ def launch(
 
 @functools.cache
 def tuned(kernel, candidates, dtype: torch.dtype):
-    """The kernel with its candidates, tuned per bucket of T and of the number of channels, and dtypes; the choice is kept on disk."""
+    """The kernel with its candidates, tuned per bucket of T and of the number of channels, C and dtypes; kept on disk."""
     key = [name for name in ("bucket", "C", "KEEP") if name in kernel.arg_names]
     return triton.autotune(candidates(), key=key, cache_results=True)(kernel)
 

@@ -1,4 +1,4 @@
-"""Vision-RWKV: VRWKV-T/S/B and a nano for tests and for the embedded data sets. No attention: a softmax over all tokens per channel.
+"""Vision-RWKV: VRWKV-T/S/B and a nano for tests and for the embedded data sets.
 
 `import repro.models` registers the models with timm. Parameters are called as in the official release but for the three outer
 names that all families share: `official_state_dict` gives its names.
@@ -89,7 +89,8 @@ class ChannelMix(nn.Module):
         super().__init__()
         self.layer, self.depth = layer, depth
         self.spatial_mix_k, self.spatial_mix_r = (nn.Parameter(torch.empty(1, 1, dim)) for _ in range(2))
-        self.key, self.receptance, self.value = (nn.Linear(a, b, bias=False) for a, b in ((dim, 4 * dim), (dim, dim), (4 * dim, dim)))
+        self.key, self.value = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.receptance = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self) -> None:
         """Both mixtures (i/C)^(1 − l/L)."""

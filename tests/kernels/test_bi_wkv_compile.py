@@ -22,13 +22,14 @@ def compiled(name, dtype, target):
     module, kernel, own = KERNELS[name]
     config = module.configs()[0]
     constants = {**config.kwargs, **own, "C": CHANNELS}
-    types = {argument: "*" + (dtype if argument in OPERANDS else "fp32") for argument in kernel.arg_names if argument.endswith("_ptr")}
+    pointers = [argument for argument in kernel.arg_names if argument.endswith("_ptr")]
+    types = {pointer: "*" + (dtype if pointer in OPERANDS else "fp32") for pointer in pointers}
     types |= dict.fromkeys(constants, "constexpr") | dict.fromkeys(("T", "bucket"), "i32")
     source = ASTSource(
         fn=kernel,
         signature={argument: types[argument] for argument in kernel.arg_names},
         constexprs={(kernel.arg_names.index(constant),): value for constant, value in constants.items()},
-        attrs={(kernel.arg_names.index(argument),): [["tt.divisibility", 16]] for argument in types if argument.endswith("_ptr")},
+        attrs={(kernel.arg_names.index(argument),): [["tt.divisibility", 16]] for argument in pointers},
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)

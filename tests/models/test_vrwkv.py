@@ -90,8 +90,9 @@ def test_q_shift_by_hand(C):
 
 def spatial_by_hand(att, x, grid):
     """The mixer token by token, sharing no code with it but Q-Shift."""
-    mixed = {n: m * x + (1 - m) * q_shift(x, grid) for n, m in (("k", att.spatial_mix_k), ("v", att.spatial_mix_v), ("r", att.spatial_mix_r))}
-    r, k, v = mixed["r"] @ att.receptance.weight.T, mixed["k"] @ att.key.weight.T, mixed["v"] @ att.value.weight.T
+    shifted = q_shift(x, grid)
+    k, v, r = (m * x + (1 - m) * shifted for m in (att.spatial_mix_k, att.spatial_mix_v, att.spatial_mix_r))
+    r, k, v = r @ att.receptance.weight.T, k @ att.key.weight.T, v @ att.value.weight.T
     T = x.shape[1]
     w, u = att.spatial_decay / T, att.spatial_first / T
     wkv = torch.zeros_like(v)

@@ -31,7 +31,7 @@ def test_they_are_interpreted():
 
 
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF, ids=["fp32", "fp16"])
-@pytest.mark.parametrize(("T", "C"), [(1, 3), (2, 33), (7, 32), (8, 5), (9, 40), (49, 7)])
+@pytest.mark.parametrize(("T", "C"), [(1, 3), (2, 33), (8, 32), (9, 5), (41, 7)])
 def test_out_and_every_gradient(make_wkv, poisoned_memory, T, C, dtype):
     *inputs, cotangent = make_wkv(2, T, C, dtype=dtype)
     results = out_and_gradients(inputs, cotangent, "triton")
@@ -53,7 +53,7 @@ def test_any_sign_and_size(make_wkv, poisoned_memory, w, k, limit, sign):
     assert max(found.values()) < limit, found
 
 
-@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("number", [1, 3])
 def test_other_configs(make_wkv, poisoned_memory, number):
     w, u, k, v, dout = make_wkv(1, 19, 35, dtype=torch.float32)
     results = []
