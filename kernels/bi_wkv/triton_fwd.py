@@ -9,7 +9,7 @@ is right for any k, w and u. The kernel walks twice. Back, it adds up blocks to 
 memory, 12 bytes for a block and channel. Forth, it has the state before the block in registers and fetches the one behind it,
 and walks from both through the block. k and v are so read twice, and little else is moved.
 
-Where the weights of a pair of tokens change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as in any trained model, one
+Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do where both are divided by T, one
 exponent for each direction serves a whole block: the token or state that it comes from has a weight of at least 2^−GENTLE in all
 the block's outputs, beside which what is too small for a float is nothing, whatever k is. That saves a fifth of the
 instructions, which are what limits this kernel. Otherwise every token has its own maximum.

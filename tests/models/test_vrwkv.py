@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401  registers the models
+from repro.core.errors import UserError
 from repro.measure.flops import counted_macs
 from repro.models.registry import as_plain_backbone
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
+from repro.models.weights import load_official
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_model.npz"
 OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: what the operator's formula counts, what the paper's script adds
@@ -55,10 +57,7 @@ def test_sizes(size, params, backbone, macs_g):
 def test_official_feature_map(backend):
     data = {key: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items() if x.dtype.kind == "f"}
     model = VRWKV(img_size=64, embed_dim=48, depth=3, num_classes=0).eval()
-    official = {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")}
-    names = dict(zip(official_state_dict(model.state_dict()), model.state_dict(), strict=True))
-    assert set(names) == set(official)
-    model.load_state_dict({names[key]: x for key, x in official.items()})
+    load_official(model, {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")})
     model.set_backend(backend)
     with torch.no_grad():
         _, (feature_map,) = model.forward_intermediates(data["x"], indices=1, norm=True)
@@ -67,11 +66,11 @@ def test_official_feature_map(backend):
 
 
 def test_official_names():
-    names = official_state_dict(nano().state_dict())
-    assert "layers.0.ln0.weight" in names and "patch_embed.projection.bias" in names and "ln1.weight" in names
-    assert not any(name.startswith("head") for name in names)
-    with pytest.raises(ValueError, match="cls_token: a VRWKV backbone has no such parameter"):
-        official_state_dict({"cls_token": torch.zeros(1)})
+    theirs = ("layers.0.ln1.weight", "patch_embed.projection.bias", "ln1.bias", "pos_embed", "head.weight")
+    ours = ("blocks.0.ln1.weight", "patch_embed.bias", "norm.bias", "pos_embed", "head.weight")
+    assert tuple(official_state_dict(dict.fromkeys(theirs, torch.zeros(1)))) == ours
+    with pytest.raises(UserError, match="cls_token not used"):
+        load_official(model := nano(), model.state_dict() | {"cls_token": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("C", [8, 10])
