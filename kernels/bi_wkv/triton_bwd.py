@@ -33,12 +33,12 @@ def backward_kernel(
     C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and per image dw and du."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
     w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
     blocks = tl.cdiv(T, BLOCK_T)
-    image = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(0).to(tl.int64)
     start = image * T * C + c
     behind_ptr += image * blocks * (6 * C) + c
     one = ones(w, BLOCK_T)
@@ -115,5 +115,5 @@ def backward(
     behind = k.new_empty((B, scratch_blocks(T, configs(), config), 6, C), dtype=torch.float32)
     arguments |= {"dout_ptr": dout.to(k.dtype).contiguous(), "out_ptr": out.contiguous(), "lse_ptr": states.contiguous()}
     arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv, "behind_ptr": behind}
-    launch(backward_kernel, configs, lambda meta: (triton.cdiv(C, meta["BLOCK_C"]), B), arguments, k.device, config)
+    launch(backward_kernel, configs, lambda meta: (B, triton.cdiv(C, meta["BLOCK_C"])), arguments, k.device, config)
     return dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dk, dv
