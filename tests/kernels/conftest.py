@@ -1,4 +1,4 @@
-"""Random inputs of TTT-Linear, and a fixture that poisons uninitialised memory."""
+"""Random inputs of the operators, and a fixture that poisons uninitialised memory."""
 
 import pytest
 import torch
@@ -25,6 +25,21 @@ def make_inputs():
         inputs += (normal(*head, scale=0.1, mean=1.0), normal(*head, scale=0.1))
         low = dtype in (torch.bfloat16, torch.float16)
         return tuple(x.to(torch.float32 if low and i > 2 else dtype) for i, x in enumerate(inputs))
+
+    return make
+
+
+@pytest.fixture
+def make_wkv():
+    """make_wkv(B, T, C, w=1/T, k=1, dtype=fp64, seed=0) -> w, u, k, v of `bi_wkv` and a cotangent; w and u normal with scale `w`."""
+
+    def make(B, T, C, w=None, k=1.0, dtype=torch.float64, seed=0):
+        random = torch.Generator().manual_seed(seed)
+        scales = (1 / T if w is None else w,) * 2 + (k, 1.0, 1.0)
+        shapes = ((C,),) * 2 + ((B, T, C),) * 3
+        drawn = [x * torch.randn(shape, generator=random, dtype=torch.float64) for x, shape in zip(scales, shapes, strict=True)]
+        low = dtype in (torch.bfloat16, torch.float16)
+        return [x.to(torch.float32 if low and i < 2 else dtype) for i, x in enumerate(drawn)]
 
     return make
 

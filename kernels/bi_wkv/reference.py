@@ -1,0 +1,38 @@
+"""Bi-WKV written as the equation is: the truth that every backend is tested against.
+
+Every pair of tokens gets its exponent, and each token's largest one is subtracted before any power is taken. Plain PyTorch
+operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise; time and memory grow with T².
+
+Shape letters: B images, T tokens, C channels.
+"""
+
+import torch
+from torch import Tensor
+
+from ..dispatch import compute_dtype
+
+
+def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out_t = Σ_i e^{s_ti} v_i / Σ_i e^{s_ti} with s_ti = k_i − (|t−i| − 1) w for i ≠ t and s_tt = k_t + u, channel by channel.
+
+    This is the paper's equation. The official CUDA kernel computes something else. It walks chunks of ⌈T/32⌉ tokens, and with t0
+    the first token of t's chunk, it takes the exponent k_i − |t−i| w for i < t0 and for i > t, and adds (1 − e^w) e^{(t−i) w + k_i}
+    to the sums for t0 < i ≤ t; its denominator has 1e-6 more, beside a largest term of 1. For w and u as
+    models have them the outputs differ by up to 4 % of the largest at T = 49, and by less the longer the sequence is.
+
+    Args:
+        w, u: (C,), decay and bonus, both already divided by T. w may be negative: then far tokens weigh more.
+        k, v: (B,T,C), any floating dtype.
+
+    Returns:
+        (B,T,C) in v's dtype.
+    """
+    dtype = compute_dtype(k.dtype)
+    w, u, keys, values = (x.to(dtype) for x in (w, u, k, v))
+    token = torch.arange(k.shape[1], device=k.device)
+    between = (token[:, None] - token).abs() - 1  # −1 for a token and itself
+    own = (between < 0)[..., None]
+    exponents_TTC = torch.where(own, u, -between[..., None] * w)
+    s_BTTC = exponents_TTC + keys[:, None]
+    weights = (s_BTTC - s_BTTC.amax(2, keepdim=True)).exp()
+    return ((weights * values[:, None]).sum(2) / weights.sum(2)).to(v.dtype)

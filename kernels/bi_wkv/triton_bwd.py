@@ -1,0 +1,119 @@
+"""Bi-WKV in Triton: the backward pass, by recomputation from the kept logarithms L of the denominators.
+
+Token i has the weight p_ti = e^{s_ti − L_t} in output t, and with g the gradient of out
+
+    dv_i = Σ_t p_ti g_t        dk_i = v_i dv_i − Σ_t p_ti g_t out_t        du = Σ_t p_tt g_t (v_t − out_t)
+
+These are sums of the same kind as the output's: adjoint tokens with the exponents −L_t and the values g_t and g_t out_t. They need
+no maximum beyond the running ones, as p ≤ 1. A token c between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair,
+
+    dw = −Σ_c e^{−w} (a G' − b H' + a' G − b' H)
+
+with the states (a, b) of the tokens before c, (a', b') of those behind it, and (G, H), (G', H') of the adjoint tokens.
+
+The kernel walks as the forward kernel does, with two states in each direction, 24 bytes of scratch memory for a block and channel.
+Every program writes its own sums of dw and du; torch adds them up. No atomics: two runs give the same bits. Shape letters as in
+`triton_fwd`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_fwd import (
+    LOG2E, add_block, config_of, exponents_of, launch, load_rows, load_state, nothing, ones, products, scratch_blocks,
+    shared_arguments, states_behind, step, store_state,
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "bucket"])
+def backward_kernel(
+    dout_ptr, out_ptr, lse_ptr, w_ptr, u_ptr, k_ptr, v_ptr, dw_ptr, du_ptr, dk_ptr, dv_ptr, behind_ptr, T, bucket,
+    C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dk, dv, and per image dw and du."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    there = c < C
+    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
+    blocks = tl.cdiv(T, BLOCK_T)
+    image = tl.program_id(0).to(tl.int64)
+    start = image * T * C + c
+    behind_ptr += image * blocks * (6 * C) + c
+    one = ones(w, BLOCK_T)
+
+    m, a, b = nothing(BLOCK_C)
+    e, G, H = nothing(BLOCK_C)
+    for done in tl.range(0, blocks):
+        i = blocks - 1 - done
+        to = behind_ptr + tl.cast(i, tl.int64) * (6 * C)
+        store_state(to, there, C, m, a, b)
+        store_state(to + 3 * C, there, C, e, G, H)
+        at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
+        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
+        v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
+        m, a, b = add_block(w, m, a, b, k, v, one)
+        minus_L = exponents_of(load_rows(lse_ptr + at, left, there, C, BLOCK_T), -1.0, left)
+        g = load_rows(dout_ptr + at, left, there, C, BLOCK_T)
+        g_out = products(g, load_rows(out_ptr + at, left, there, C, BLOCK_T))
+        e, G, H = add_block(w, e, G, H, minus_L, g, g_out)
+
+    m, a, b = nothing(BLOCK_C)
+    e, G, H = nothing(BLOCK_C)
+    dw = tl.zeros((BLOCK_C,), tl.float32)
+    du = tl.zeros((BLOCK_C,), tl.float32)
+    for i in tl.range(0, blocks):
+        at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
+        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
+        v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
+        minus_L = exponents_of(load_rows(lse_ptr + at, left, there, C, BLOCK_T), -1.0, left)
+        g = load_rows(dout_ptr + at, left, there, C, BLOCK_T)
+        g_out = products(g, load_rows(out_ptr + at, left, there, C, BLOCK_T))
+        source = behind_ptr + tl.cast(i, tl.int64) * (6 * C)
+        m_behind, a_behind, b_behind = load_state(source, there, C)
+        right = states_behind(w, m_behind, a_behind, b_behind, k, v, one)
+        m_behind, a_behind, b_behind = load_state(source + 3 * C, there, C)
+        adjoint_right = states_behind(w, m_behind, a_behind, b_behind, minus_L, g, g_out)
+
+        for j in tl.static_range(BLOCK_T):
+            e_right, G_right, H_right = adjoint_right[j][0], adjoint_right[j][1], adjoint_right[j][2]
+            dw -= tl.exp2(m + e_right - w) * (a * G_right - b * H_right)
+            dw -= tl.exp2(right[j][0] + e - w) * (right[j][1] * G - right[j][2] * H)
+            from_left = tl.exp2(k[j] + e)
+            from_right = tl.exp2(k[j] + e_right)
+            from_own = tl.exp2(k[j] + u + minus_L[j])
+            dv = from_left * G + from_right * G_right + from_own * g[j]
+            dk = v[j] * dv - (from_left * H + from_right * H_right + from_own * g_out[j])
+            du += from_own * (v[j] * g[j] - g_out[j])
+            inside = there & (j < left)
+            tl.store(dv_ptr + at + j * C, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+            tl.store(dk_ptr + at + j * C, dk.to(dk_ptr.dtype.element_ty), mask=inside)
+            m, a, b = step(w, m, a, b, k[j], v[j], one[j])
+            e, G, H = step(w, e, G, H, minus_L[j], g[j], g_out[j])
+
+    tl.store(dw_ptr + image * C + c, dw, mask=there)
+    tl.store(du_ptr + image * C + c, du, mask=there)
+
+
+def configs() -> list[triton.Config]:
+    """The candidates of the backward kernel; the first is the default, which runs untuned."""
+    return [config_of(8, 1), config_of(8, 2), config_of(8, 4), config_of(4, 1)]
+
+
+def backward(
+    dout: Tensor, out: Tensor, states: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, config: triton.Config | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of w, u, k, v, each in its input's shape and dtype, from dout (B,T,C) and `forward`'s results.
+
+    `config` is one of `configs`; None tunes.
+    """
+    B, T, C = k.shape
+    arguments = shared_arguments(w, u, k, v)
+    dk, dv = torch.empty_like(arguments["k_ptr"]), torch.empty_like(arguments["v_ptr"])
+    dw, du = (k.new_empty((B, C), dtype=torch.float32) for _ in range(2))
+    behind = k.new_empty((B, scratch_blocks(T, configs(), config), 6, C), dtype=torch.float32)
+    arguments |= {"dout_ptr": dout.to(k.dtype).contiguous(), "out_ptr": out.contiguous(), "lse_ptr": states.contiguous()}
+    arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv, "behind_ptr": behind}
+    launch(backward_kernel, configs, lambda meta: (B, triton.cdiv(C, meta["BLOCK_C"])), arguments, k.device, config)
+    return dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dk, dv

@@ -1,0 +1,258 @@
+"""Vision-RWKV: VRWKV-T/S/B and a nano for tests and for the embedded data sets.
+
+`import repro.models` registers the models with timm. Parameters are called as in the official release but for three outer names,
+which are those of all families here: see `official_state_dict`. Official weights were trained with the release's CUDA kernel, which
+is not quite the paper's equation that runs here: see `kernels.bi_wkv.reference`.
+
+Shape letters: B images, T tokens on an (h, w) grid, C channels.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, calculate_drop_path_rates, resample_abs_pos_embed
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from kernels.bi_wkv import bi_wkv, selected_backend
+
+from .backbone import Backbone, Grid, create, default_cfg
+
+EPS = 1e-5
+SHIFT_PARTS = 4  # quarters of the channels that Q-Shift takes from the left, right, upper and lower neighbour
+
+
+def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
+    """(B,T,C) on an (h, w) grid: a quarter of the channels from each neighbour, in the order left, right, upper, lower.
+
+    Quarter j is channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋; beyond the border is zero.
+    """
+    h, w = grid
+    x = tokens.unflatten(1, grid)
+    C = x.shape[-1]
+    padded = F.pad(x, (0, 0, 1, 1, 1, 1))
+    neighbours = (padded[:, 1:-1, :w], padded[:, 1:-1, 2:], padded[:, :h, 1:-1], padded[:, 2:, 1:-1])
+    edges = [C * j // SHIFT_PARTS for j in range(SHIFT_PARTS + 1)]
+    parts = [y[..., a:b] for y, a, b in zip(neighbours, edges, edges[1:], strict=False)]
+    return torch.cat(parts, -1).flatten(1, 2)
+
+
+class SpatialMix(nn.Module):
+    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), with r, k, v each a projection of its own mixture of tokens and their Q-Shift.
+
+    Args:
+        dim: C.
+        layer, depth: position of the block and number of blocks, which the initial values depend on; see `init_weights`.
+    """
+
+    def __init__(self, dim: int, layer: int, depth: int):
+        super().__init__()
+        self.layer, self.depth, self.backend = layer, depth, "auto"
+        self.spatial_decay, self.spatial_first = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+        self.spatial_mix_k, self.spatial_mix_v, self.spatial_mix_r = (nn.Parameter(torch.empty(1, 1, dim)) for _ in range(3))
+        self.key, self.value, self.receptance, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def init_weights(self) -> None:
+        """The release's "fancy" values of layer l of L, channel i of C: decay −5 + 8 (i/(C−1))^(0.7 + 1.3 l/(L−1)), bonus
+        ln 0.3 + ½(((i+1) mod 3) − 1), and with p = 1 − l/L mixtures (i/C)^p of k, (i/C)^p + 0.3 l/(L−1) of v, (i/C)^(p/2) of r.
+        """
+        dim = len(self.spatial_decay)
+        i = torch.arange(dim, dtype=torch.float64)
+        rise, p = self.layer / max(1, self.depth - 1), 1 - self.layer / self.depth
+        mix = (i / dim) ** p
+        with torch.no_grad():
+            self.spatial_decay.copy_(-5 + 8 * (i / max(1, dim - 1)) ** (0.7 + 1.3 * rise))
+            self.spatial_first.copy_(math.log(0.3) + 0.5 * ((i + 1) % 3 - 1))
+            self.spatial_mix_k.copy_(mix.view(1, 1, -1))
+            self.spatial_mix_v.copy_((mix + 0.3 * rise).view(1, 1, -1))
+            self.spatial_mix_r.copy_((i / dim).pow(p / 2).view(1, 1, -1))
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of Bi-WKV that runs on this layer's device for activations of `dtype`."""
+        return selected_backend(self.backend, self.spatial_decay.device, dtype=dtype)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B,T,C) -> (B,T,C). Decay and bonus are divided by the number of tokens at hand."""
+        shifted = q_shift(x, grid)
+        k = self.key(shifted.lerp(x, self.spatial_mix_k))
+        v = self.value(shifted.lerp(x, self.spatial_mix_v))
+        r = self.receptance(shifted.lerp(x, self.spatial_mix_r))
+        T = x.shape[1]
+        return self.output(torch.sigmoid(r) * bi_wkv(self.spatial_decay / T, self.spatial_first / T, k, v, backend=self.backend))
+
+
+class ChannelMix(nn.Module):
+    """σ(W_r mix_r(x)) ⊙ W_v relu(W_k mix_k(x))², W_k four times as wide as C; arguments as `SpatialMix`."""
+
+    def __init__(self, dim: int, layer: int, depth: int):
+        super().__init__()
+        self.layer, self.depth = layer, depth
+        self.spatial_mix_k, self.spatial_mix_r = (nn.Parameter(torch.empty(1, 1, dim)) for _ in range(2))
+        self.key, self.value = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.receptance = nn.Linear(dim, dim, bias=False)
+
+    def init_weights(self) -> None:
+        """Both mixtures (i/C)^(1 − l/L)."""
+        dim = self.spatial_mix_k.shape[-1]
+        mix = (torch.arange(dim, dtype=torch.float64) / dim) ** (1 - self.layer / self.depth)
+        with torch.no_grad():
+            self.spatial_mix_k.copy_(mix.view(1, 1, -1))
+            self.spatial_mix_r.copy_(mix.view(1, 1, -1))
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B,T,C) -> (B,T,C)."""
+        shifted = q_shift(x, grid)
+        hidden = torch.relu(self.key(shifted.lerp(x, self.spatial_mix_k))).square()
+        return torch.sigmoid(self.receptance(shifted.lerp(x, self.spatial_mix_r))) * self.value(hidden)
+
+
+class VRWKVBlock(nn.Module):
+    """x + att(ln1 x), then x + ffn(ln2 x); with `post_norm` x + γ1 ln1(att(x)), then x + γ2 ln2(ffn(x)).
+
+    Args:
+        dim, layer, depth: see `SpatialMix`. Block 0 first normalises the tokens once more, by ln0.
+        post_norm: norm behind the mixers, and a layer scale.
+        gamma: initial value of the layer scale.
+        drop_path: stochastic depth of both residual branches.
+    """
+
+    def __init__(self, dim: int, layer: int, depth: int, *, post_norm: bool, gamma: float, drop_path: float):
+        super().__init__()
+        self.post_norm, self.gamma = post_norm, gamma
+        if layer == 0:
+            self.ln0 = nn.LayerNorm(dim, eps=EPS)
+        self.ln1, self.ln2 = nn.LayerNorm(dim, eps=EPS), nn.LayerNorm(dim, eps=EPS)
+        self.att, self.ffn = SpatialMix(dim, layer, depth), ChannelMix(dim, layer, depth)
+        if post_norm:
+            self.gamma1, self.gamma2 = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """(B,T,C) on an (h, w) grid, row-major -> (B,T,C)."""
+        if hasattr(self, "ln0"):
+            tokens = self.ln0(tokens)
+        if self.post_norm:
+            tokens = tokens + self.drop_path(self.gamma1 * self.ln1(self.att(tokens, grid)))
+            return tokens + self.drop_path(self.gamma2 * self.ln2(self.ffn(tokens, grid)))
+        tokens = tokens + self.drop_path(self.att(self.ln1(tokens), grid))
+        return tokens + self.drop_path(self.ffn(self.ln2(tokens), grid))
+
+
+class VRWKV(Backbone):
+    """Vision-RWKV in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+
+    Args:
+        img_size: image height and width that the position embedding is made for; others are interpolated per forward.
+        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
+        in_chans: channels of the image.
+        num_classes: outputs of the head; 0 leaves it out.
+        embed_dim: width C.
+        depth: blocks.
+        post_norm: norm behind the mixers and a layer scale (S, B), not in front (T); see `VRWKVBlock`.
+        gamma: initial value of the layer scale: 1 for S, 1e-5 for B.
+        drop_rate: dropout in front of the head.
+        drop_path_rate: stochastic depth, linear from 0 to this over the blocks. The release trains T, S, B with 0, 0.3, 0.5.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Grid = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 192,
+        depth: int = 12,
+        post_norm: bool = False,
+        gamma: float = 1.0,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool="mean", drop_rate=drop_rate)
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1], embed_dim))
+        drop_path = calculate_drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.ModuleList(
+            VRWKVBlock(embed_dim, i, depth, post_norm=post_norm, gamma=gamma, drop_path=drop_path[i]) for i in range(depth)
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 and zero bias, positions zero, the patch convolution PyTorch's default; mixers do their own."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (SpatialMix, ChannelMix)):
+                module.init_weights()
+            elif isinstance(module, VRWKVBlock) and module.post_norm:
+                nn.init.constant_(module.gamma1, module.gamma)
+                nn.init.constant_(module.gamma2, module.gamma)
+        nn.init.zeros_(self.pos_embed)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> tokens (B, T, D) with positions, and the (h, w) grid of the patches.
+
+        Raises:
+            ValueError: H or W is not a multiple of the patch size.
+        """
+        tokens, grid = self.patches(x)
+        old = list(self.grid_size)
+        return tokens + resample_abs_pos_embed(self.pos_embed, list(grid), old, num_prefix_tokens=0, antialias=False), grid
+
+    def class_feature(self, tokens: Tensor) -> Tensor:
+        """The mean over the tokens (B, T, D) -> (B, D)."""
+        return tokens.mean(dim=1)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Norms and biases; decay, bonus, mixtures, layer scale and positions are decayed, as the release does."""
+        norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
+        return {name for name, _ in self.named_parameters() if name.endswith(".bias") or name.startswith(tuple(norms))}
+
+
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The official release's names -> ours: its `layers`, `patch_embed.projection` and last `ln1` have others."""
+    ours = {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."}
+    found = {}
+    for key, value in state_dict.items():
+        theirs = next((start for start in ours if key.startswith(start)), "")
+        found[ours.get(theirs, "") + key.removeprefix(theirs)] = value
+    return found
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vrwkv_tiny_patch16_224.untrained": default_cfg(224),
+        "vrwkv_small_patch16_224.untrained": default_cfg(224),
+        "vrwkv_base_patch16_224.untrained": default_cfg(224),
+        "vrwkv_nano_patch16_144.untrained": default_cfg(144),
+    }
+)
+
+
+@register_model
+def vrwkv_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
+    """VRWKV-T: C 192, 6,155,176 parameters."""
+    return create(VRWKV, "vrwkv_tiny_patch16_224", pretrained, **{"embed_dim": 192, **kwargs})
+
+
+@register_model
+def vrwkv_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
+    """VRWKV-S: C 384, norms behind the mixers, layer scale from 1, 23,820,136 parameters."""
+    return create(VRWKV, "vrwkv_small_patch16_224", pretrained, **{"embed_dim": 384, "post_norm": True, **kwargs})
+
+
+@register_model
+def vrwkv_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
+    """VRWKV-B: C 768, norms behind the mixers, layer scale from 1e-5, 93,645,544 parameters."""
+    return create(VRWKV, "vrwkv_base_patch16_224", pretrained, **{"embed_dim": 768, "post_norm": True, "gamma": 1e-5, **kwargs})
+
+
+@register_model
+def vrwkv_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> VRWKV:
+    """A small VRWKV-T for tests and for the embedded data sets: C 64, 4 blocks, 9x9 tokens."""
+    return create(VRWKV, "vrwkv_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, **kwargs})

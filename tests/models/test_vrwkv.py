@@ -1,0 +1,231 @@
+"""VRWKV against the official release's tensors and sizes, against its equations token by token, and against timm's conventions."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import repro.models  # noqa: F401  registers the models
+from repro.core.errors import UserError
+from repro.measure.flops import counted_macs
+from repro.models.registry import as_plain_backbone
+from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
+from repro.models.weights import load_official
+
+OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_model.npz"
+OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: what the operator's formula counts, what the paper's script adds
+
+
+def nano(**options) -> VRWKV:
+    torch.manual_seed(0)
+    return timm.create_model("vrwkv_nano_patch16_144", **{"num_classes": 10, **options}).eval()
+
+
+def shaken(model: torch.nn.Module) -> torch.nn.Module:
+    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("size", "params", "backbone", "macs_g"),
+    [("tiny", 6_155_176, 5_962_176, 1.169), ("small", 23_820_136, 23_435_136, 4.593), ("base", 93_645_544, 92_876_544, 18.203)],
+)
+def test_sizes(size, params, backbone, macs_g):
+    """Parameters exactly; multiply-adds with the paper's constant in the place of the operator's own count."""
+    with torch.device("meta"):
+        model = timm.create_model(f"vrwkv_{size}_patch16_224")
+    assert sum(p.numel() for p in model.parameters()) == params
+    assert params - sum(p.numel() for p in model.head.parameters()) == backbone
+    C = model.embed_dim
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    assert blocks[1:] == [13 * C * C + 11 * C + 2 * C * (size != "tiny")] * 11 and blocks[0] == blocks[1] + 2 * C
+    ours = counted_macs(model, (224, 224))
+    matrices = 12 * 13 * C * C * 196 + 196 * 768 * C + 1000 * C
+    assert ours == matrices + 12 * OWN_WKV_MACS * 196 * C
+    assert round((matrices + 12 * PAPER_WKV_MACS * 196 * C) / 1e9, 3) == macs_g
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_official_feature_map(backend):
+    data = {key: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items() if x.dtype.kind == "f"}
+    model = VRWKV(img_size=64, embed_dim=48, depth=3, num_classes=0).eval()
+    load_official(model, {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")})
+    model.set_backend(backend)
+    with torch.no_grad():
+        _, (feature_map,) = model.forward_intermediates(data["x"], indices=1, norm=True)
+    error = (feature_map - data["feature_map"]).abs().max() / data["feature_map"].abs().max()
+    assert error < 2e-6
+
+
+def test_official_names():
+    theirs = ("layers.0.ln1.weight", "patch_embed.projection.bias", "ln1.bias", "pos_embed", "head.weight")
+    ours = ("blocks.0.ln1.weight", "patch_embed.bias", "norm.bias", "pos_embed", "head.weight")
+    assert tuple(official_state_dict(dict.fromkeys(theirs, torch.zeros(1)))) == ours
+    with pytest.raises(UserError, match="cls_token not used"):
+        load_official(model := nano(), model.state_dict() | {"cls_token": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("C", [8, 10])
+def test_q_shift_by_hand(C):
+    h, w = 3, 4
+    x = torch.randn(2, h * w, C)
+    out = q_shift(x, (h, w))
+    for c in range(C):
+        down, across = next(step for j, step in enumerate([(0, -1), (0, 1), (-1, 0), (1, 0)]) if c < int(C * (j + 1) / 4))
+        for row in range(h):
+            for column in range(w):
+                a, b = row + down, column + across
+                expected = x[:, a * w + b, c] if 0 <= a < h and 0 <= b < w else torch.zeros(2)
+                assert torch.equal(out[:, row * w + column, c], expected)
+
+
+def spatial_by_hand(att, x, grid):
+    """The mixer token by token, sharing no code with it but Q-Shift."""
+    shifted = q_shift(x, grid)
+    k, v, r = (m * x + (1 - m) * shifted for m in (att.spatial_mix_k, att.spatial_mix_v, att.spatial_mix_r))
+    r, k, v = r @ att.receptance.weight.T, k @ att.key.weight.T, v @ att.value.weight.T
+    T = x.shape[1]
+    w, u = att.spatial_decay / T, att.spatial_first / T
+    wkv = torch.zeros_like(v)
+    for t in range(T):
+        weights = [(k[:, i] + (u if i == t else -(abs(t - i) - 1) * w)).exp() for i in range(T)]
+        wkv[:, t] = sum(p * v[:, i] for i, p in enumerate(weights)) / sum(weights)
+    return (torch.sigmoid(r) * wkv) @ att.output.weight.T
+
+
+def channel_by_hand(ffn, x, grid):
+    mixed_k, mixed_r = (m * x + (1 - m) * q_shift(x, grid) for m in (ffn.spatial_mix_k, ffn.spatial_mix_r))
+    return torch.sigmoid(mixed_r @ ffn.receptance.weight.T) * (F.relu(mixed_k @ ffn.key.weight.T) ** 2 @ ffn.value.weight.T)
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_block_by_hand(post_norm, number):
+    block = shaken(nano(post_norm=post_norm)).double().blocks[number]
+    grid = (3, 5)
+    x = torch.randn(2, 15, 64, dtype=torch.float64)
+
+    def norm(layer, y):
+        return F.layer_norm(y, (64,), layer.weight, layer.bias, 1e-5)
+
+    with torch.no_grad():
+        expected = norm(block.ln0, x) if number == 0 else x
+        if post_norm:
+            expected = expected + block.gamma1 * norm(block.ln1, spatial_by_hand(block.att, expected, grid))
+            expected = expected + block.gamma2 * norm(block.ln2, channel_by_hand(block.ffn, expected, grid))
+        else:
+            expected = expected + spatial_by_hand(block.att, norm(block.ln1, expected), grid)
+            expected = expected + channel_by_hand(block.ffn, norm(block.ln2, expected), grid)
+        torch.testing.assert_close(block(x, grid), expected)
+
+
+@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
+def test_any_grid_and_the_protocol(size):
+    model = shaken(nano())
+    image = torch.randn(2, 3, *size)
+    backbone = as_plain_backbone(model)
+    assert backbone is model and model.prefix_positions(9) == ()
+    with torch.no_grad():
+        tokens, grid = backbone.embed(image)
+        for block in backbone.blocks:
+            tokens = block(tokens, grid)
+        torch.testing.assert_close(backbone.norm(tokens), model.forward_features(image))
+        torch.testing.assert_close(model(image), model.head(backbone.norm(tokens).mean(1)))
+    assert grid == (size[0] // 16, size[1] // 16)
+
+
+def test_position_embedding_is_resampled_bicubically_without_antialias():
+    model = shaken(nano())
+    with torch.no_grad():
+        tokens, _ = model.embed(torch.zeros(1, 3, 80, 48))
+    table = model.pos_embed.reshape(1, 9, 9, 64).permute(0, 3, 1, 2)
+    expected = F.interpolate(table, size=(5, 3), mode="bicubic", antialias=False).flatten(2).mT + model.patch_embed.bias
+    torch.testing.assert_close(tokens, expected)
+
+
+@pytest.mark.parametrize("layer", [0, 5, 11])
+def test_fancy_initial_values(layer):
+    torch.manual_seed(0)
+    block = timm.create_model("vrwkv_tiny_patch16_224").blocks[layer]
+    att, ffn, C, L = block.att, block.ffn, 192, 12
+    for i in (0, 1, 2, 100, 191):
+        p = 1 - layer / L
+        mix = (i / C) ** p
+        expected = {
+            "spatial_decay": -5 + 8 * (i / (C - 1)) ** (0.7 + 1.3 * layer / (L - 1)),
+            "spatial_first": math.log(0.3) + 0.5 * ((i + 1) % 3 - 1),
+            "spatial_mix_k": mix,
+            "spatial_mix_v": mix + 0.3 * layer / (L - 1),
+            "spatial_mix_r": (i / C) ** (p / 2),
+        }
+        for name, value in expected.items():
+            assert math.isclose(getattr(att, name).flatten()[i].item(), value, rel_tol=1e-5, abs_tol=1e-6), name
+        assert math.isclose(ffn.spatial_mix_k.flatten()[i].item(), mix, rel_tol=1e-5)
+        assert math.isclose(ffn.spatial_mix_r.flatten()[i].item(), mix, rel_tol=1e-5)
+    for linear in (att.key, att.value, att.receptance, att.output, ffn.key, ffn.value, ffn.receptance):
+        assert linear.bias is None and math.isclose(linear.weight.detach().std().item(), 0.02, rel_tol=0.05)
+
+
+def test_initial_positions_head_and_layer_scale():
+    torch.manual_seed(0)
+    model = timm.create_model("vrwkv_tiny_patch16_224", depth=1)
+    assert not model.pos_embed.any() and not model.head.bias.any() and not hasattr(model.blocks[0], "gamma1")
+    assert math.isclose(model.head.weight.detach().std().item(), 0.02, rel_tol=0.05)
+    for size, gamma in (("small", 1.0), ("base", 1e-5)):
+        block = timm.create_model(f"vrwkv_{size}_patch16_224", depth=1).blocks[0]
+        assert torch.equal(block.gamma1, torch.full_like(block.gamma1, gamma)) and torch.equal(block.gamma2, block.gamma1)
+
+
+def test_weight_decay_exemptions_and_layers():
+    model = nano(post_norm=True)
+    exempt = model.no_weight_decay()
+    assert {"norm.weight", "head.bias", "patch_embed.bias", "blocks.0.ln0.weight", "blocks.3.ln2.bias"} <= exempt
+    assert not any(name.endswith(("decay", "first", "gamma1", "pos_embed", "mix_k", "key.weight")) for name in exempt)
+    assert len(exempt) == 2 + 4 * 4 + 2 + 2  # norms of the blocks, ln0, the last; biases of the patches and of the head
+    groups = timm.models.group_parameters(model, model.group_matcher())
+    assert sorted(name for names in groups.values() for name in names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(post_norm):
+    model = shaken(nano(post_norm=post_norm)).train()
+    image = torch.randn(2, 3, 64, 80)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(image).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_images_do_not_see_each_other():
+    model = shaken(nano())
+    images = torch.randn(3, 3, 144, 144)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), torch.cat([model(image[None]) for image in images]), rtol=1e-5, atol=1e-5)
+
+
+def test_backends_and_features():
+    model = nano()
+    assert model.selected_backend(torch.float32) == "torch"
+    model.set_backend("reference")
+    assert model.selected_backend(torch.float32) == "reference"
+    backbone = timm.create_model("vrwkv_nano_patch16_144", features_only=True, out_indices=(0, 2))
+    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [(1, 64, 6, 4)] * 2
+    assert backbone.feature_info.channels() == [64, 64] and backbone.feature_info.reduction() == [16, 16]
+
+
+def test_registered_names():
+    sizes = ("tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144")
+    assert set(timm.list_models("vrwkv_*")) == {f"vrwkv_{size}" for size in sizes}
