@@ -100,6 +100,7 @@ def run(asked: Sweep, paths: Paths, runtime: Runtime) -> None:
     finally:
         if store.rows:
             store.write()
+            _draw(store)
     if not store.rows:
         raise RunError("efficiency: nothing was measured")
     print("\n".join(store.summary()))
@@ -214,6 +215,36 @@ def _measured(spec: Any) -> dict[str, Any]:
         return measure(spec)
     except RuntimeError as error:  # one row less, and not the end of an hour's measuring
         return unmeasured(spec, "failed", str(error))
+
+
+def _draw(store: _Store) -> None:
+    """Fig. 6 and the panels of Fig. 1, for each size of each batch, dtype, mode and compilation that was measured."""
+    from repro.measure.sweep import FAMILIES, SIZES
+    from repro.report.figures import LABELS, against_resolution, at_largest
+
+    first = [row for row in store.rows if row["run"] == 1]
+    for batch, dtype, mode, compiled in dict.fromkeys((row["batch"], row["dtype"], row["mode"], row["compile"]) for row in first):
+        own = [row for row in first if (row["batch"], row["dtype"], row["mode"], row["compile"]) == (batch, dtype, mode, compiled)]
+        for letter, size in SIZES.items():
+            series = {
+                family: rows
+                for family, (pattern, attention) in FAMILIES.items()
+                if (rows := [row for row in own if (row["model"], row["attention"]) == (pattern.format(size), attention)])
+            }
+            sides = {row["resolution"][0] for rows in series.values() for row in rows}
+            if len(sides) < 2:
+                continue
+            about = f"{store.label}, batch {batch}, {dtype}, {mode}{', compiled' if compiled else ''}"
+            name = f"{letter}_batch{batch}_{dtype}_{mode}{'_compiled' if compiled else ''}"
+            against_resolution(store.folder / "efficiency" / f"fig6_{name}", series, f"size {letter}: {about}")
+            bars: dict[str, dict[str, float]] = {}
+            for family, rows in series.items():
+                for row in rows:
+                    if row["resolution"][0] == max(sides):
+                        for key in LABELS:
+                            if row[key] is not None:
+                                bars.setdefault(key, {})[family] = row[key]
+            at_largest(store.folder / "efficiency" / f"fig1_{name}", bars, f"size {letter} at {max(sides)}²: {about}")
 
 
 def _gates(asked: Sweep, device_type: str) -> dict[str, dict[str, Any]]:

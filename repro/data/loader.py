@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from ..core.errors import RunError, UserError
 from .imagenet import ImageFolder
@@ -98,6 +98,7 @@ class _Loader:
         self._loader: DataLoader | None = DataLoader(
             dataset,
             batch_sampler=self._keys,
+            collate_fn=_collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
@@ -210,6 +211,12 @@ class EvalLoader(_Loader):
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(0, 0)
+
+
+def _collate(samples: list[tuple[torch.Tensor, int]]) -> Batch:
+    """Stack images as they lie in memory, channels last: to transpose them costs a CPU a tenth of decoding, and a GPU nothing."""
+    images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
+    return images.permute(0, 3, 1, 2), targets
 
 
 def _end_workers(iterator: Any) -> None:

@@ -16,11 +16,11 @@ STYLES = {
     "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
     "vit3": ("ViT³", "#E69F00", "D", "-"),
 }
-PANELS = (
-    ("macs_g", "multiply-adds of an image (10⁹)"),
-    ("throughput_img_per_s", "images per second"),
-    ("peak_memory_mib", "peak memory (MiB)"),
-)
+LABELS = {
+    "macs_g": "multiply-adds of an image (10⁹)",
+    "throughput_img_per_s": "images per second",
+    "peak_memory_mib": "peak memory (MiB)",
+}
 
 
 def against_resolution(path: Path, series: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> list[Path]:
@@ -36,8 +36,8 @@ def against_resolution(path: Path, series: Mapping[str, Sequence[Mapping[str, An
     Returns:
         The files.
     """
-    figure, axes = _figure(len(PANELS))
-    for panel, (key, label) in zip(axes, PANELS, strict=True):
+    figure, axes = _figure(len(LABELS))
+    for panel, (key, label) in zip(axes, LABELS.items(), strict=True):
         failed = []
         for family, rows in series.items():
             name, colour, marker, line = STYLES[family]
@@ -64,13 +64,12 @@ def against_resolution(path: Path, series: Mapping[str, Sequence[Mapping[str, An
     return _save(figure, path)
 
 
-def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], labels: Mapping[str, str], title: str) -> list[Path]:
+def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> list[Path]:
     """Fig. 1's panels: a bar for each family, one panel for each quantity.
 
     Args:
         path: without suffix.
-        bars: quantity -> family -> value.
-        labels: quantity -> axis label.
+        bars: quantity, one of `LABELS` -> family -> value.
         title: above the panels.
     """
     figure, axes = _figure(len(bars))
@@ -79,7 +78,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], labels: Mapp
             panel.bar(place, value, color=STYLES[family][1])
             panel.annotate(f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8)
         panel.set_xticks(range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8, rotation=30)
-        panel.set_ylabel(labels[key])
+        panel.set_ylabel(LABELS[key])
         panel.margins(y=0.15)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
