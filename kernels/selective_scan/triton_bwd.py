@@ -14,10 +14,9 @@ first, with the gradient of the state in fp32 registers. A group is done in two 
 Sums over states and sums over channels are both needed here. A state tile has the shape (n1,e1,n2,e2), with four n2 and eight e2:
 Triton then spreads these over the 32 threads, and n1 and e1 lie in each, so that a sum over either takes two or three shuffles and
 not five. Neighbours in memory are neighbours in n1 or e1: were they so in e2, the wide loads would lead Triton to another layout.
-Every program writes its own share of dB and dC, and of the parameters' gradients; torch adds them up. No
-atomics: two runs give the same bits.
 
-A token beyond T is one with Δ = 0, which changes no state. Shape letters as in `triton_fwd`.
+Every program writes its own share of dB and dC, and of the parameters' gradients; torch adds them up. No atomics: two runs give
+the same bits. A token beyond T is one with Δ = 0, which changes no state. Shape letters as in `triton_fwd`.
 """
 
 from collections.abc import Sequence

@@ -54,6 +54,12 @@ def test_one_direction(make_scan_inputs, relative, poisoned_memory, T, N, revers
     assert_near_fp64(relative, selective_scan, inputs, reverse=reverse)
 
 
+def test_small_steps_keep_their_accuracy(make_scan_inputs, relative):
+    """Δ about e^−10 and no skip: log(1 + e) as it stands would have three digits."""
+    u, delta, A, B, C, D, z, bias = make_scan_inputs(1, 3, 8, R=2, dtype=torch.float32)
+    assert_near_fp64(relative, selective_scan_bidir, (u, 0.1 * delta, A, B, C, 0 * D, z, 0 * bias - 10))
+
+
 def test_repeat_runs_are_bitwise_equal(make_scan_inputs):
     inputs = make_scan_inputs(1, 3, 8, R=2, dtype=torch.float32)
     first, second = (out_and_gradients(selective_scan_bidir, inputs, inputs[0], backend="triton") for _ in range(2))
