@@ -5,7 +5,8 @@ itself, and FLOP formulas, so that torch.compile(fullgraph=True), inference mode
 see one opaque operation. Which of the two runs is settled inside it, from the device and the sizes: the Triton files, and
 Triton with them, are imported nowhere else. The reference backend is plain operations under autograd.
 
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the equations.
+Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
+equations.
 """
 
 import functools
@@ -159,7 +160,8 @@ def _check(op, directions, u, delta, A, B, C, D, z, delta_bias):
     dispatch.check_leading(op, "u", u, letters, (None, None, *R, None))
     tokens, E = u.shape[:2], u.shape[-1]
     if A.dim() != len(R) + 2 or A.shape[-1] < 1:
-        raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected {'(E,N)' if directions == 1 else '(2,E,N)'} with N at least 1")
+        letters = "(E,N)" if directions == 1 else "(2,E,N)"
+        raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected {letters} with N at least 1")
     N = A.shape[-1]
     expected = {"u": tuple(u.shape), "delta": tuple(u.shape), "A": (*R, E, N), "D": (*R, E), "delta_bias": (*R, E)}
     expected |= {"z": (*tokens, E)} | dict.fromkeys(("B", "C"), (*tokens, *R, N))

@@ -75,7 +75,7 @@ def backward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
     reverse: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of u, delta, ... delta_bias, each in its input's shape and dtype, from dout (B,T,R,E) and `forward`'s states."""
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
     du, ddelta, dB, dC = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, delta, B, C))
     # summed over the directions in the compute dtype, and then rounded
     dz = None if z is None else torch.empty(u.shape, dtype=states.dtype, device=u.device)

@@ -180,7 +180,7 @@ def backward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
     reverse: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of u, delta, ... delta_bias, each in its input's shape and dtype, from dout (B,T,R,E) and `forward`'s states."""
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
     images, T, R, E = u.shape
     N = A.shape[-1]
     arguments = shared_arguments(u, delta, A, B, C, D, z, delta_bias, reverse)

@@ -9,7 +9,8 @@ exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, whi
 u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be parts of a
 projection's output.
 
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the equations.
+Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
+equations.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def place(T, R, E, reverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|, to fp32 accuracy: (e − (w − 1)) / w is what log w lacks, w = 1 + e rounded."""
+    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|. With w = 1 + e as it is rounded, log(1 + e) is log w + (e − (w − 1)) / w."""
     e = tl.exp2(tl.abs(x) * -LOG2E)
     w = 1.0 + e
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) / w)
@@ -153,7 +154,7 @@ def programs(shape: Sequence[int]) -> int:
 
 
 def launch(kernel, count: int, arguments: dict[str, object], device: torch.device) -> None:
-    """Run `count` programs of `kernel`, a warp each: the only config, so that nothing is tuned and every run gives the same bits."""
+    """Run `count` programs of `kernel`, a warp each. It is the only config: nothing is tuned, and every run gives the same bits."""
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
         kernel[(count,)](**arguments, num_warps=1, num_stages=1)

@@ -145,8 +145,8 @@ class VimBlock(nn.Module):
 class Vim(Backbone):
     """Vision Mamba in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
 
-    The official release carries the last block's output beside the residual and adds it in front of the next norm, with the drop
-    path rate of the next block, from [0] + linspace(0, p): that is the usual residual block, with linspace(0, p), and so built here.
+    The official release carries the last block's output beside the residual and adds it in front of the next norm, with the next
+    block's drop path rate, from [0] + linspace(0, p). That is the usual residual block with linspace(0, p), and so built here.
 
     Args:
         img_size: image height and width that the position embedding is made for; others are interpolated per forward.
@@ -193,7 +193,7 @@ class Vim(Backbone):
         return (num_patches // 2,)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D), class token in the middle, positions added, and the (h, w) grid of the patches."""
+        """Image (B, C, H, W) -> tokens (B, T, D) with the class token and positions, and the (h, w) grid of the patches."""
         tokens, grid = self.patches(x)
         tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1), self._middle(grid))
         return at_least_fp32(tokens) + self._positions(grid), grid
@@ -221,7 +221,7 @@ class Vim(Backbone):
 
 
 def official_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's state dict in our names; keys that it should not have are left as they are, for a strict load to find."""
+    """The official release's state dict in our names; keys that it should not have stay, for a strict load to find."""
     renamed = {}
     for key, value in state_dict.items():
         prefix = next((old for old in OFFICIAL_PREFIXES if key.startswith(old)), "")

@@ -38,7 +38,9 @@ def test_compiles_without_spills(name, dtype, target):
         assert spilled == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("name", "gate", "N"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)])
+@pytest.mark.parametrize(
+    ("name", "gate", "N"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)]
+)
 def test_other_sizes_compile(name, gate, N):
     assert compiled(name, "bf16", 90, gate, N)["registers"] <= 255
 
@@ -50,11 +52,15 @@ def test_sums_over_the_states_need_no_exchange_in_the_forward_pass():
 
 
 def test_sums_take_few_shuffles_in_the_backward_pass():
-    """Three sums over four states a thread, two steps each, and two sums over four channels a thread, three steps each: 48 a token."""
-    assert max(loop["SHFL"] for loop in compiled("backward", "bf16", 90)["loops"]) == triton_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
+    """A token's three sums over states, two steps for each of four values a thread, and two over channels, three steps each."""
+    loops = compiled("backward", "bf16", 90)["loops"]
+    assert max(loop["SHFL"] for loop in loops) == triton_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
 
 
-@pytest.mark.parametrize(("N", "dtype", "backend"), [(16, "bfloat16", "triton"), (8, "float16", "triton"), (12, "float16", "torch"), (16, "float64", "torch")])
+@pytest.mark.parametrize(
+    ("N", "dtype", "backend"),
+    [(16, "bfloat16", "triton"), (8, "float16", "triton"), (12, "float16", "torch"), (16, "float64", "torch")],
+)
 def test_auto_takes_triton_on_a_gpu_where_it_can(N, dtype, backend):
     """Asked of a GPU that need not exist."""
     assert selected_backend("auto", "cuda", state_dim=N, dtype=getattr(torch, dtype)) == backend

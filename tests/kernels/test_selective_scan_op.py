@@ -1,4 +1,4 @@
-"""The selective scan as an operator: compilation, autocast, checkpointing, FLOP count, backends, and what it says to wrong arguments."""
+"""The selective scan as an operator: compilation, autocast, checkpointing, FLOP count, backends, messages on wrong arguments."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_second_derivative_is_refused(make_scan_inputs):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_flops_are_those_of_the_paper(make_scan_inputs, device):
-    """Ω(SSM) of Vim: 3 T·E·N + T·E·N multiply-adds a direction; twice that in the backward pass. Also without memory or arithmetic."""
+    """Ω(SSM) of Vim: 3 T·E·N + T·E·N multiply-adds a direction; twice that in the backward pass. Also on the meta device."""
     inputs = require_grad(x.to(device) for x in make_scan_inputs(2, 37, 8, R=2))
     with FlopCounterMode(display=False) as counter:
         out = selective_scan_bidir(*inputs)
