@@ -29,7 +29,7 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 # Elements of a token's states that make its step worth its dispatch, and elements of a tile's buffer that leave it in the cache.
-_STEP_ELEMENTS = 16384
+_STEP_ELEMENTS = 32768
 _TILE_ELEMENTS = 786432
 _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
