@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401  registers the models
+from repro.core.errors import UserError
 from repro.measure.flops import cost
 from repro.models.registry import PlainBackbone, as_plain_backbone
 from repro.models.vim import Vim, VimMixer, official_state_dict
+from repro.models.weights import load_official
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vim_mixer.npz"
 WIDTHS = {"tiny": 192, "small": 384, "base": 768}
@@ -135,6 +137,21 @@ def test_official_names():
     renamed = official_state_dict(dict.fromkeys(names))
     assert set(renamed) == set(model.state_dict()) and len(renamed) == len(names)
     assert "unknown.weight" in official_state_dict({"unknown.weight": None})
+
+
+def test_weights_in_official_names_load_strictly():
+    model, other = shaken(nano()), nano()
+    ours_to_official = {"blocks.": "layers.", "patch_embed.": "patch_embed.proj.", "norm.": "norm_f."}
+    official = {}
+    for key, value in model.state_dict().items():
+        prefix = next((ours for ours in ours_to_official if key.startswith(ours)), "")
+        official[ours_to_official.get(prefix, "") + key[len(prefix) :]] = value
+    load_official(other, official)
+    image = torch.randn(1, 3, 48, 64)
+    with torch.no_grad():
+        assert torch.equal(other(image), model(image))
+    with pytest.raises(UserError, match="layers_of_another not used"):
+        load_official(other, official | {"layers_of_another": torch.zeros(1)})
 
 
 def test_initialisation():
