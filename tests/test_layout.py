@@ -99,7 +99,7 @@ def test_triton_is_imported_by_triton_files_and_their_tools_alone():
 
 def test_only_the_mixers_reach_the_kernels_from_the_models():
     users = {p.name for p in sources("repro.models") if any(name.split(".")[0] == "kernels" for name in imported(p, "repro.models"))}
-    assert users == {"ttt_mixer.py", "vrwkv.py"}
+    assert users == {"ttt_mixer.py", "vim.py", "vrwkv.py"}
 
 
 def test_nothing_names_a_machine_or_a_package_index():

@@ -76,11 +76,27 @@ def compiled(
     pointers = [argument for argument in kernel.arg_names if argument.endswith("_ptr")]
     operand = next(spelt for spelt, known in DTYPES.items() if known == dtype)
     types |= {pointer: "*" + (operand if pointer in _OPERANDS else "fp32") for pointer in pointers}
+    return machine_code(kernel, types, constants, target, describe(config))
+
+
+def machine_code(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Compile any kernel for sm_`target`, and read its binary: the last five keys of a row.
+
+    Args:
+        kernel: the jitted function.
+        types: Triton's type of every argument that is no constant; pointers, which start with `*`, count as aligned to 16 bytes.
+        constants: the values of the others.
+        target: the compute capability, such as 90.
+        options: of the launch, such as `num_warps`.
+    """
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
-    aligned = {(kernel.arg_names.index(pointer),): [["tt.divisibility", 16]] for pointer in pointers}
+    pointers = [i for i, argument in enumerate(kernel.arg_names) if signature[argument].startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=describe(config))
+    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
 
 

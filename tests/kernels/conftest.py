@@ -70,3 +70,26 @@ def poisoned_memory(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def make_scan_inputs():
+    """make_scan_inputs(B, T, E, N=16, R=None, dtype=fp64, seed=0, gate=True) -> the eight arguments of `selective_scan`, or of
+    `selective_scan_bidir` with R=2. Step sizes from 1e-3 to 5, rates to −20.
+    """
+
+    def make(B, T, E, N=16, R=None, dtype=torch.float64, seed=0, gate=True):
+        random = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, scale=1.0, mean=0.0):
+            return mean + scale * torch.randn(shape, generator=random, dtype=torch.float64)
+
+        r = () if R is None else (R,)
+        u, delta, A = normal(B, T, *r, E), normal(B, T, *r, E), -torch.exp(normal(*r, E, N))
+        readings = normal(B, T, *r, N), normal(B, T, *r, N)
+        inputs = (u, delta, A, *readings, normal(*r, E), normal(B, T, E), normal(*r, E, scale=2.0, mean=-2.0))
+        low = dtype in (torch.bfloat16, torch.float16)
+        inputs = [x.to(torch.float32 if low and i in (2, 5, 7) else dtype) for i, x in enumerate(inputs)]
+        return (*inputs[:6], inputs[6] if gate else None, inputs[7])
+
+    return make

@@ -1,0 +1,43 @@
+"""The selective scan written as its recurrence is: the truth that every backend is tested against.
+
+Plain PyTorch operations, token by token, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
+
+Shape letters: B images, T tokens, E channels, N states of a channel; the tensors B, C and D are those of the equations.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import compute_dtype
+
+
+def selective_scan_recurrence(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor, *,
+    reverse: bool = False, return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t from h = 0, y_t = Σ_n C_t h_t + D u_t, out_t = y_t SiLU(z_t).
+
+    Args:
+        u, delta: (B,T,E), any floating dtype; Δ = softplus(delta + delta_bias).
+        A: (E,N). B, C: (B,T,N). D, delta_bias: (E,).
+        z: (B,T,E), or None for no gate.
+        reverse: scan from the last token to the first.
+        return_last_state: also return h after the last token of the scan.
+
+    Returns:
+        (B,T,E) in u's dtype; with `return_last_state`, a pair with (B,E,N) in the compute dtype.
+    """
+    dtype = compute_dtype(u.dtype)
+    tokens = range(u.shape[1])
+    step = F.softplus(delta.to(dtype) + delta_bias.to(dtype))
+    rates, skip = A.to(dtype), D.to(dtype)
+    h = torch.zeros(u.shape[0], *A.shape, dtype=dtype, device=u.device)
+    outs = []
+    for t in reversed(tokens) if reverse else tokens:
+        u_t, step_t, B_t, C_t = u[:, t].to(dtype), step[:, t], B[:, t].to(dtype), C[:, t].to(dtype)
+        h = torch.exp(step_t[..., None] * rates) * h + (step_t * u_t)[..., None] * B_t[:, None]
+        outs.append((h * C_t[:, None]).sum(-1) + skip * u_t)
+    y = torch.stack(outs[::-1] if reverse else outs, 1)
+    out = (y if z is None else y * F.silu(z.to(dtype))).to(u.dtype)
+    return (out, h) if return_last_state else out

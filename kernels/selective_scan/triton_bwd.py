@@ -1,0 +1,204 @@
+"""The selective scan in Triton: the backward pass, by recomputation.
+
+One program, a single warp as in `triton_fwd`, walks the channels of one image and direction from the last group of tokens to the
+first, with the gradient of the state in fp32 registers. A group is done in two loops:
+
+ 1. Forth, from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, for one group,
+    whatever T is.
+ 2. Back, span by span: its decays and states again, all in registers, and then, with a_t = exp(Δ_t A), dy = dL/dy, g_t = dL/dh_t,
+
+        g_t = C_t dy_t + a_{t+1} g_{t+1}        p_t = g_t a_t h_{t−1}
+        dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
+        dΔ_t = u_t Σ_n g_t B_t + Σ_n p_t A      dA = Σ_t Δ_t p_t                     dD = Σ_t dy_t u_t
+
+Sums over states and sums over channels are both needed here. A state tile has the shape (n1,e1,n2,e2), with four n2 and eight e2:
+Triton then spreads these over the 32 threads, and n1 and e1 lie in each, so that a sum over either takes two or three shuffles and
+not five. Neighbours in memory are neighbours in n1 or e1: were they so in e2, the wide loads would lead Triton to another layout.
+
+Every program writes its own share of dB and dC, and of the parameters' gradients; torch adds them up. No atomics: two runs give
+the same bits. A token beyond T is one with Δ = 0, which changes no state. Shape letters as in `triton_fwd`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_fwd import LOG2E, launch, place, programs, shared_arguments, sigmoid, softplus
+
+
+@triton.jit
+def over_states(x):
+    """Σ_n of a state tile: (n1,e1,n2,e2) -> (e1,e2). First within the threads, then between them."""
+    return tl.sum(tl.sum(x, 0), 1)
+
+
+@triton.jit
+def over_channels(x):
+    """Σ_e of a state tile: (n1,e1,n2,e2) -> (n1,n2). First within the threads, then between them."""
+    return tl.sum(tl.sum(x, 1), 2)
+
+
+@triton.jit
+def channels(x):
+    """(e1,e2), as part of a state tile."""
+    return x[None, :, None, :]
+
+
+@triton.jit
+def states(x):
+    """(n1,n2), as part of a state tile."""
+    return x[:, None, :, None]
+
+
+@triton.jit(do_not_specialize=["T", "R", "E", "reverse"])
+def backward_kernel(
+    dout_ptr, states_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr,
+    du_ptr, ddelta_ptr, dA_ptr, dB_ptr, dC_ptr, dD_ptr, dz_ptr, dbias_ptr, scratch_ptr,
+    u_b, u_t, u_r, delta_b, delta_t, delta_r, B_b, B_t, B_r, C_b, C_t, C_r, z_b, z_t, T, R, E, reverse,
+    N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """du, ddelta; per direction dz; per program dB, dC, dA, dD and dbias. `x_b`, `x_t`, `x_r` are x's strides."""
+    b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
+    n = tl.arange(0, N // 4)[:, None] + N // 4 * tl.arange(0, 4)[None, :]
+    c = tl.arange(0, BLOCK // 8)[:, None] + BLOCK // 8 * tl.arange(0, 8)[None, :]
+    e = channel + c
+    inside = e < E
+    tile = n[:, None, :, None] * E + channels(e)
+    flat = n[:, None, :, None] * BLOCK + channels(c)
+    start = first.to(tl.int64)
+    u_ptr += b * u_b + r * u_r + start * u_t
+    delta_ptr += b * delta_b + r * delta_r + start * delta_t
+    B_ptr += b * B_b + r * B_r + start * B_t
+    C_ptr += b * C_b + r * C_r + start * C_t
+    row = (b * T + first) * R + r
+    dout_ptr += row * E
+    du_ptr += row * E
+    ddelta_ptr += row * E
+    blocks = tl.cdiv(E, BLOCK)
+    share = row * blocks + channel // BLOCK
+    dB_ptr += share * N
+    dC_ptr += share * N
+    if GATE:
+        z_ptr += b * z_b + start * z_t
+        dz_ptr += row * E
+    groups = (T + GROUP - 1) // GROUP
+    states_ptr += (b * R + r) * (groups - 1) * N * E
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (GROUP // SPAN * N * BLOCK)
+
+    A = tl.load(A_ptr + (r * E + channels(e)) * N + states(n), mask=channels(inside), other=0.0)
+    skip = tl.load(D_ptr + r * E + e, mask=inside, other=0.0)
+    bias = tl.load(bias_ptr + r * E + e, mask=inside, other=0.0)
+    carry = tl.zeros_like(A)  # a_t g_t of the token after
+    dA = tl.zeros_like(A)
+    dD = tl.zeros_like(skip)
+    dbias = tl.zeros_like(skip)
+    for behind in tl.range(0, groups, disable_licm=True):
+        group = groups - 1 - behind
+        h = tl.load(states_ptr + (group - 1).to(tl.int64) * (N * E) + tile, mask=channels(inside) & (group > 0), other=0.0)
+        spans = (tl.minimum(GROUP, T - group * GROUP) + SPAN - 1) // SPAN
+        for j in tl.range(0, spans, disable_licm=True):
+            tl.store(scratch_ptr + j * (N * BLOCK) + flat, h)
+            if j + 1 < spans:
+                for k in tl.static_range(SPAN):
+                    at = step * (group * GROUP + j * SPAN + k).to(tl.int64)
+                    u = tl.load(u_ptr + at * u_t + e, mask=inside, other=0.0).to(tl.float32)
+                    delta = tl.load(delta_ptr + at * delta_t + e, mask=inside, other=0.0).to(tl.float32)
+                    B = tl.load(B_ptr + at * B_t + n).to(tl.float32)
+                    size = softplus(delta + bias)
+                    h = tl.exp2(A * channels(size * LOG2E)) * h + states(B) * channels(size * u)
+        tl.debug_barrier()  # other threads read what this one wrote to scratch memory
+
+        for back in tl.range(0, spans, disable_licm=True):
+            j = spans - 1 - back
+            h = tl.load(scratch_ptr + j * (N * BLOCK) + flat)
+            us, raws, Bs, Cs, douts, zs = (), (), (), (), (), ()
+            for k in tl.static_range(SPAN):
+                i = group * GROUP + j * SPAN + k
+                at = step * i.to(tl.int64)
+                here = inside & (i < T)
+                some = (n >= 0) & (i < T)
+                us = us + (tl.load(u_ptr + at * u_t + e, mask=here, other=0.0).to(tl.float32),)
+                raws = raws + (tl.load(delta_ptr + at * delta_t + e, mask=here, other=0.0).to(tl.float32) + bias,)
+                Bs = Bs + (tl.load(B_ptr + at * B_t + n, mask=some, other=0.0).to(tl.float32),)
+                Cs = Cs + (tl.load(C_ptr + at * C_t + n, mask=some, other=0.0).to(tl.float32),)
+                douts = douts + (tl.load(dout_ptr + at * (R * E) + e, mask=here, other=0.0).to(tl.float32),)
+                if GATE:
+                    zs = zs + (tl.load(z_ptr + at * z_t + e, mask=here, other=0.0).to(tl.float32),)
+
+            sizes, decays, before, dys = (), (), (), ()
+            for k in tl.static_range(SPAN):
+                i = group * GROUP + j * SPAN + k
+                at = step * i.to(tl.int64)
+                size = tl.where(i < T, softplus(raws[k]), 0.0)
+                decay = tl.exp2(A * channels(size * LOG2E))
+                sizes, decays, before = sizes + (size,), decays + (decay,), before + (h,)
+                h = decay * h + states(Bs[k]) * channels(size * us[k])
+                dy = douts[k]
+                if GATE:
+                    z = zs[k]
+                    opening = sigmoid(z)
+                    dz = dy * (over_states(states(Cs[k]) * h) + skip * us[k]) * opening * (1.0 + z * (1.0 - opening))
+                    tl.store(dz_ptr + at * (R * E) + e, dz, mask=inside & (i < T))
+                    dy = dy * (z * opening)
+                dys = dys + (dy,)
+                tl.store(dC_ptr + at * (R * blocks * N) + n, over_channels(channels(dy) * h), mask=(n >= 0) & (i < T))
+
+            for ahead in tl.static_range(SPAN):
+                i = group * GROUP + j * SPAN + (SPAN - 1 - ahead)
+                at = step * i.to(tl.int64)
+                here = inside & (i < T)
+                u, raw, size, dy = us[SPAN - 1 - ahead], raws[SPAN - 1 - ahead], sizes[SPAN - 1 - ahead], dys[SPAN - 1 - ahead]
+                g = states(Cs[SPAN - 1 - ahead]) * channels(dy) + carry
+                carry = decays[SPAN - 1 - ahead] * g
+                dB = over_channels(g * channels(size * u))
+                tl.store(dB_ptr + at * (R * blocks * N) + n, dB, mask=(n >= 0) & (i < T))
+                p = carry * before[SPAN - 1 - ahead]
+                dinput = over_states(g * states(Bs[SPAN - 1 - ahead]))
+                ddelta = (dinput * u + over_states(p * A)) * sigmoid(raw)
+                dA += p * channels(size)
+                dbias += tl.where(i < T, ddelta, 0.0)
+                dD += dy * u
+                tl.store(du_ptr + at * (R * E) + e, (dinput * size + dy * skip).to(du_ptr.dtype.element_ty), mask=here)
+                tl.store(ddelta_ptr + at * (R * E) + e, ddelta.to(ddelta_ptr.dtype.element_ty), mask=here)
+        tl.debug_barrier()  # the next group overwrites the scratch memory
+
+    tl.store(dA_ptr + (b * R + r) * N * E + tile, dA, mask=channels(inside))
+    tl.store(dD_ptr + (b * R + r) * E + e, dD, mask=inside)
+    tl.store(dbias_ptr + (b * R + r) * E + e, dbias, mask=inside)
+
+
+def span(state_dim: int) -> int:
+    """Tokens whose decays and states a program holds in registers at once."""
+    return max(1, 32 // state_dim)
+
+
+def backward(
+    dout: Tensor, states: Tensor,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
+    reverse: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
+    images, T, R, E = u.shape
+    N = A.shape[-1]
+    arguments = shared_arguments(u, delta, A, B, C, D, z, delta_bias, reverse)
+    count, SPAN = programs(u.shape), span(N)
+    blocks = count // (images * R)
+
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=u.device)
+
+    du, ddelta = (torch.empty(u.shape, dtype=u.dtype, device=u.device) for _ in range(2))
+    dB, dC = (fp32(images, T, R, blocks, N) for _ in range(2))
+    dA, dD, dbias = fp32(images, R, N, E), fp32(images, R, E), fp32(images, R, E)
+    dz = fp32(0) if z is None else fp32(images, T, R, E)
+    arguments |= {"dout_ptr": dout.to(u.dtype).contiguous(), "states_ptr": states.contiguous(), "du_ptr": du, "ddelta_ptr": ddelta}
+    arguments |= {"dA_ptr": dA, "dB_ptr": dB, "dC_ptr": dC, "dD_ptr": dD, "dz_ptr": dz, "dbias_ptr": dbias}
+    arguments |= {"scratch_ptr": fp32(count, arguments["GROUP"] // SPAN, N, arguments["BLOCK"]), "SPAN": SPAN}
+    launch(backward_kernel, count, arguments, u.device)
+
+    sums = du, ddelta, dA.sum(0).mT, dB.sum(3), dC.sum(3), dD.sum(0), None if z is None else dz.sum(2), dbias.sum(0)
+    inputs = u, delta, A, B, C, D, z, delta_bias
+    return tuple(g if g is None else g.to(x.dtype).contiguous() for g, x in zip(sums, inputs, strict=True))

@@ -1,0 +1,263 @@
+"""Vision Mamba (Vim): blocks of a bidirectional selective scan, a class token in the middle; Vim-T/S/B and a nano.
+
+`import repro.models` registers the models with timm. The modules of a block bear the names of the official release, so that its
+state dicts differ from ours in three prefixes, which `official_state_dict` renames.
+
+Shape suffixes: B images, T tokens, D width, E = 2·D channels of the scan, N states, R rank of the step size's projection.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed
+from timm.models import generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from kernels.selective_scan import selected_backend, selective_scan_bidir
+
+from .backbone import Backbone, Grid, create, default_cfg, insert_tokens, remove_tokens
+
+STATE_DIM = 16
+CONV_KERNEL = 4
+EXPAND = 2
+EPS = 1e-5
+STEP_SIZES = 1e-3, 0.1  # the forward direction's Δ starts log-uniform between them
+OFFICIAL_PREFIXES = {"layers.": "blocks.", "norm_f.": "norm.", "patch_embed.proj.": "patch_embed."}
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in fp32 where its dtype is lower: what the residual stream and the norms are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.RMSNorm):
+    """x · rsqrt(mean(x²) + eps) · weight in fp32 at least, returned in the weight's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = at_least_fp32(self.weight)
+        return F.rms_norm(at_least_fp32(x).to(weight.dtype), self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+
+
+class VimMixer(nn.Module):
+    """Linear -> causal Conv1d and SiLU -> selective scan, gated, in both directions -> mean of both -> Linear.
+
+    Projections of the input, the gate and the output are shared by the directions; what has `_b` in its name is the backward
+    direction's.
+
+    Args:
+        dim: width D.
+        depth: blocks of the whole model, by which the output projection's initial scale goes down.
+    """
+
+    def __init__(self, dim: int, depth: int):
+        super().__init__()
+        self.dim, self.inner, self.rank, self.backend = dim, EXPAND * dim, -(-dim // 16), "auto"
+        E, N, R = self.inner, STATE_DIM, self.rank
+        self.in_proj = nn.Linear(dim, 2 * E, bias=False)
+        self.conv1d = nn.Conv1d(E, E, CONV_KERNEL, groups=E)
+        self.x_proj = nn.Linear(E, R + 2 * N, bias=False)
+        self.dt_proj = nn.Linear(R, E)
+        self.A_log = nn.Parameter(torch.empty(E, N))
+        self.D = nn.Parameter(torch.empty(E))
+        self.conv1d_b = nn.Conv1d(E, E, CONV_KERNEL, groups=E)
+        self.x_proj_b = nn.Linear(E, R + 2 * N, bias=False)
+        self.dt_proj_b = nn.Linear(R, E)
+        self.A_b_log = nn.Parameter(torch.empty(E, N))
+        self.D_b = nn.Parameter(torch.empty(E))
+        self.out_proj = nn.Linear(E, dim, bias=False)
+        self.reset_parameters(depth)
+
+    @torch.no_grad()
+    def reset_parameters(self, depth: int) -> None:
+        """Initialise what PyTorch's defaults do not: rates, step sizes, skips and the scale of the output projection.
+
+        The backward direction's step size is left as the official release leaves it, at softplus(0) = 0.69: its bias is zeroed by
+        that release's general rule, which the forward direction's is exempt from.
+        """
+        low, high = (math.log(size) for size in STEP_SIZES)
+        size = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp_().clamp_(min=1e-4)
+        self.dt_proj.bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus of it is the size
+        nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
+        nn.init.zeros_(self.dt_proj_b.bias)
+        for rates in (self.A_log, self.A_b_log):
+            rates.copy_(torch.arange(1, STATE_DIM + 1, dtype=rates.dtype, device=rates.device).log().expand_as(rates))
+        for skip in (self.D, self.D_b):
+            nn.init.ones_(skip)
+        nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        self.out_proj.weight.div_(math.sqrt(depth))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x_BTD: normalised tokens (B, T, D), T >= 1.
+
+        Returns:
+            (B, T, D) in the dtype of `x_BTD` (of the autocast mode, where one is on), to be added to the residual stream.
+        """
+        B, T, _ = x_BTD.shape
+        E, N, R = self.inner, STATE_DIM, self.rank
+        x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)
+        u = F.silu(self._conv(x_BTE)).view(B, T, 2, E)
+        # both directions' projections as batched products, direction first: their parts are views that the scan takes as they are
+        rows = u.view(B * T, 2, E).transpose(0, 1)
+        parts = torch.bmm(rows, torch.stack((self.x_proj.weight, self.x_proj_b.weight)).mT)
+        low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
+        delta = torch.bmm(low, torch.stack((self.dt_proj.weight, self.dt_proj_b.weight)).mT)
+        delta, B_BTRN, C_BTRN = (part.unflatten(1, (B, T)).permute(1, 2, 0, 3) for part in (delta, B_rows, C_rows))
+        A = -torch.exp(at_least_fp32(torch.stack((self.A_log, self.A_b_log))))
+        skip, bias = torch.stack((self.D, self.D_b)), torch.stack((self.dt_proj.bias, self.dt_proj_b.bias))
+        y = selective_scan_bidir(u, delta, A, B_BTRN, C_BTRN, skip, z_BTE, bias, backend=self.backend)
+        return self.out_proj(y.mean(2))
+
+    def _conv(self, x_BTE: Tensor) -> Tensor:
+        """Causal depth-wise convolution in each direction's scan order: (B, T, E) -> (B, T, 2·E), forth then back.
+
+        As a 2-D convolution of height 1: its channels-last path needs no transposed copy.
+        """
+        pad = CONV_KERNEL - 1
+        padded = torch.cat((F.pad(x_BTE, (0, 0, pad, 0)), F.pad(x_BTE, (0, 0, 0, pad))), dim=-1)
+        weight = torch.cat((self.conv1d.weight, self.conv1d_b.weight.flip(-1))).unsqueeze(2)
+        bias = torch.cat((self.conv1d.bias, self.conv1d_b.bias))
+        out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
+        return out.squeeze(2).transpose(1, 2).contiguous()
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of the selective scan that runs here for activations of `dtype`."""
+        return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
+
+
+class VimBlock(nn.Module):
+    """tokens + Mixer(RMSNorm(tokens)), the residual stream in fp32 at least."""
+
+    def __init__(self, dim: int, depth: int, drop_path: float):
+        super().__init__()
+        self.mixer = VimMixer(dim, depth)
+        self.norm = RMSNorm(dim, eps=EPS)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """(B, T, D) -> (B, T, D); the scan has no use for the grid."""
+        return tokens + self.drop_path(self.mixer(self.norm(tokens)))
+
+
+class Vim(Backbone):
+    """Vision Mamba in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+
+    The official release carries the last block's output beside the residual and adds it in front of the next norm, with the next
+    block's drop path rate, from [0] + linspace(0, p). That is the usual residual block with linspace(0, p), and so built here.
+
+    Args:
+        img_size: image height and width that the position embedding is made for; others are interpolated per forward.
+        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
+        in_chans: channels of the image.
+        num_classes: outputs of the head; 0 leaves it out.
+        embed_dim: width D.
+        depth: blocks.
+        drop_rate: dropout in front of the head.
+        drop_path_rate: stochastic depth, linear from 0 to this over the blocks.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Grid = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 192,
+        depth: int = 24,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool="mid", drop_rate=drop_rate)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, self.grid_size[0] * self.grid_size[1] + 1, embed_dim))
+        rates = calculate_drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.ModuleList(VimBlock(embed_dim, depth, rates[i]) for i in range(depth))
+        self.norm = RMSNorm(embed_dim, eps=EPS)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; mixers do their own."""
+        lecun_normal_(self.patch_embed.weight)
+        nn.init.zeros_(self.patch_embed.bias)
+        for weight in (self.cls_token, self.pos_embed):
+            nn.init.trunc_normal_(weight, std=0.02)
+        if self.num_classes:
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
+        """The class token sits in the middle of the sequence."""
+        return (num_patches // 2,)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> tokens (B, T, D) with the class token and positions, and the (h, w) grid of the patches."""
+        tokens, grid = self.patches(x)
+        tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1), self._middle(grid))
+        return at_least_fp32(tokens) + self._positions(grid), grid
+
+    def class_feature(self, tokens: Tensor) -> Tensor:
+        """Normalised tokens (B, T, D) -> the class token's (B, D)."""
+        return tokens[:, (tokens.shape[1] - 1) // 2]
+
+    def _middle(self, grid: Grid) -> tuple[int, ...]:
+        return self.prefix_positions(grid[0] * grid[1])
+
+    def _positions(self, grid: Grid) -> Tensor:
+        """The position embedding (1, T, D) on a grid; the class token keeps its own, in the middle of any."""
+        if grid == self.grid_size:
+            return self.pos_embed
+        built = self._middle(self.grid_size)
+        patches = remove_tokens(self.pos_embed, built)
+        patches = resample_abs_pos_embed(patches, list(grid), list(self.grid_size), num_prefix_tokens=0, antialias=False)
+        return insert_tokens(patches, self.pos_embed[:, list(built)], self._middle(grid))
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Embeddings, beside vectors and biases, which every family exempts; the scan's rates A_log decay, as officially."""
+        return {"pos_embed", "cls_token"}
+
+
+def official_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The official release's state dict in our names; keys that it should not have stay, for a strict load to find."""
+    renamed = {}
+    for key, value in state_dict.items():
+        prefix = next((old for old in OFFICIAL_PREFIXES if key.startswith(old)), "")
+        renamed[OFFICIAL_PREFIXES.get(prefix, "") + key[len(prefix) :]] = value
+    return renamed
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vim_tiny_patch16_224.untrained": default_cfg(224),
+        "vim_small_patch16_224.untrained": default_cfg(224),
+        "vim_base_patch16_224.untrained": default_cfg(224),
+        "vim_nano_patch16_144.untrained": default_cfg(144),
+    }
+)
+
+
+@register_model
+def vim_tiny_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
+    """Vim-T: D 192, 7.148 M parameters."""
+    return create(Vim, "vim_tiny_patch16_224", pretrained, **{"embed_dim": 192, **kwargs})
+
+
+@register_model
+def vim_small_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
+    """Vim-S: D 384, 25.797 M parameters."""
+    return create(Vim, "vim_small_patch16_224", pretrained, **{"embed_dim": 384, **kwargs})
+
+
+@register_model
+def vim_base_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
+    """Vim-B: D 768, 97.598 M parameters."""
+    return create(Vim, "vim_base_patch16_224", pretrained, **{"embed_dim": 768, **kwargs})
+
+
+@register_model
+def vim_nano_patch16_144(pretrained: bool = False, **kwargs) -> Vim:
+    """A small Vim for tests and for the embedded data sets: D 64, 4 blocks, 9x9 tokens and the class token."""
+    return create(Vim, "vim_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, **kwargs})
