@@ -212,7 +212,7 @@ def test_a_dead_worker_is_one_line(root, loader_of, workers):
     def die_at_place_five(image: Image.Image) -> torch.Tensor:
         if image.getpixel((0, 0))[0] == 50:
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
-        return torch.zeros(())
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
 
     dataset = ImageFolder(scan_tree(root, "imagenet"), "val", die_at_place_five)
     with pytest.raises(RunError, match="a loading process died, .* lower runtime.workers"):
