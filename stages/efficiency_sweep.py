@@ -151,7 +151,7 @@ class _Store:
 
     def write(self) -> None:
         """The record and the table, whole."""
-        write_text(self.folder / "efficiency.csv", _csv(self.rows))
+        write_text(self.folder / "efficiency.csv", rows_csv(self.rows))
         metrics = {"rows": self.rows, "left_out": self.left_out, "gates": self.gates, **conclude(self.rows, self.gates)}
         backends = sorted({row["backend"] for row in self.rows if row["status"] == "ok"})
         identity = make_identity(
