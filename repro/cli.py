@@ -14,6 +14,7 @@ VERBS = {
     "environment": "environment",
     "complexity": "complexity",
     "pretrain": "pretrain",
+    "baselines": "baselines",
     "efficiency": "efficiency",
     "report": "report",
     "evaluate": "evaluate",

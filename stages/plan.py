@@ -27,6 +27,7 @@ from .prepare_data import PrepareData
 from .pretrain import PretrainParams
 from .profile import active, names
 
+TRAINING = ("pretrain", "baselines")
 KNOWN_GB = {"imagenet": 150, "coco": 20, "ade20k": 1}  # unpacked, once the archives are removed
 
 
@@ -92,10 +93,11 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
     results = Results(paths, ledger.default_options, ledger.own_families)
 
     def cells(stage, cls):
-        return {cell: load_section(cls, file, stage, cell) for cell in section_keys(file, stage)} if stage in sections else {}
+        return {cell: load_section(cls, file, stage, cell) for cell in section_keys(file, stage)} if sections.get(stage) else {}
 
-    data, trained = cells("prepare_data", PrepareData), cells("pretrain", PretrainParams)
-    known = {key for p in trained.values() for key in (p.model, results.model_key(vars(p), p.model))}
+    data, trained = cells("prepare_data", PrepareData), {stage: cells(stage, PretrainParams) for stage in TRAINING}
+    every = [params for of_stage in trained.values() for params in of_stage.values()]
+    known = {key for p in every for key in (p.model, results.model_key(vars(p), p.model))}
     for name in sorted(rates.given.keys() - known):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known)) or 'none'}"
@@ -104,8 +106,8 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
     for stage in sections:
         if stage == "prepare_data":
             rows += [_data_row(paths, cell, params) for cell, params in data.items()]
-        elif stage == "pretrain":
-            rows += [_pretrain_row(paths, results, rates, cell, params, data) for cell, params in trained.items()]
+        elif stage in TRAINING:
+            rows += [_training_row(paths, results, rates, stage, cell, params, data) for cell, params in trained[stage].items()]
         elif stage == "complexity":
             rows.append(_complexity_row(load_section(ComplexityParams, file, stage), results))
         elif stage == "efficiency":
@@ -129,13 +131,15 @@ def _data_row(paths: Paths, cell: str, params: PrepareData) -> Row:
     return Row(command=f"dvc repro prepare_data@{cell}", gpu_hours=0.0, disk_gb=known, basis=basis)
 
 
-def _pretrain_row(paths: Paths, results: Results, rates: Rates, cell: str, params: PretrainParams, data: dict) -> Row:
+def _training_row(
+    paths: Paths, results: Results, rates: Rates, stage: str, cell: str, params: PretrainParams, data: dict
+) -> Row:
     """Disk: two checkpoints and one being written, of weights, AdamW's two moments and the average where there is one; the snapshots
     there and in the results; the weights; all fp32."""
     from repro.measure.flops import cost
 
     if params.data not in data:
-        raise UserError(f"pretrain.{cell}.data: {params.data} is no cell of prepare_data")
+        raise UserError(f"{stage}.{cell}.data: {params.data} is no cell of prepare_data")
     prepared = data[params.data]
     manifest = _manifest(paths, params.data)
     images = manifest.splits["train"].images if manifest else prepared.expected.train
@@ -143,11 +147,11 @@ def _pretrain_row(paths: Paths, results: Results, rates: Rates, cell: str, param
     try:
         counted = cost(params.model, {**params.options, "num_classes": classes}, (params.transform.image_size,) * 2)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"pretrain.{cell}: {error}") from None
+        raise UserError(f"{stage}.{cell}: {error}") from None
     key = results.model_key(vars(params), params.model)
     speed = rates.speed(results, params.model, key, counted.macs)
     return Row(
-        command=f"dvc repro pretrain@{cell}",
+        command=f"dvc repro {stage}@{cell}",
         gpu_hours=params.epochs * images / speed.img_per_s / 3600,
         disk_gb=counted.params * 4 * ((3 + bool(params.ema_decay)) * 3 + 2 * len(params.snapshot_epochs) + 1) / 1e9,
         basis=f"{params.epochs} epochs of {images:,} images at {speed.img_per_s:,.0f} img/s, {speed.how}",

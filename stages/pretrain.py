@@ -32,7 +32,7 @@ from repro.tasks.params import MixParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainParams:
-    """A cell of the `pretrain:` section.
+    """A cell of the `pretrain:` section, or of `baselines:`.
 
     Args:
         model: registered name.
@@ -79,43 +79,48 @@ class PretrainParams:
             raise ValueError(f"snapshot_epochs: {late[0]} is after the last epoch, {self.epochs}")
 
 
-def command(
-    cell: Annotated[str | None, typer.Option(help="One cell of the `pretrain:` section; all of them without it.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")] = None,
-    replay_bad_step: Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show it.")] = None,
-) -> None:
+CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; all of them without it.")]
+GpusOption = Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")]
+ReplayOption = Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show it.")]
+
+
+def command(cell: CellOption = None, gpus: GpusOption = None, replay_bad_step: ReplayOption = None) -> None:
     """Train a classifier; a stopped run continues where it was."""
+    train("pretrain", cell, gpus, replay_bad_step)
+
+
+def train(stage: str, cell: str | None, gpus: int | None, replay_bad_step: Path | None) -> None:
+    """Train the cells of a section, this one's or that of `baselines`."""
     paths = find_root()
     runtime = load_runtime(paths)
     if replay_bad_step is not None and cell is None:
         cell = replay_bad_step.absolute().parent.name.rpartition("-")[0]  # the folder of a run's state
-        if cell not in section_keys(paths.params, "pretrain"):
-            raise UserError(f"pretrain: {replay_bad_step} lies in no folder of a run; say with --cell which one it is of")
+        if cell not in section_keys(paths.params, stage):
+            raise UserError(f"{stage}: {replay_bad_step} lies in no folder of a run; say with --cell which one it is of")
     cells = {
-        name: load_section(PretrainParams, paths.params, "pretrain", name)
-        for name in ([cell] if cell else section_keys(paths.params, "pretrain"))
+        name: load_section(PretrainParams, paths.params, stage, name) for name in ([cell] if cell else section_keys(paths.params, stage))
     }
     if replay_bad_step is not None:
         if gpus is not None:
-            raise UserError("pretrain: --replay-bad-step runs in one process; leave --gpus out")
-        replay(replay_bad_step, cells[cell], paths, runtime, cell)
+            raise UserError(f"{stage}: --replay-bad-step runs in one process; leave --gpus out")
+        replay(replay_bad_step, cells[cell], paths, runtime, stage, cell)
     elif gpus is not None and "WORLD_SIZE" not in os.environ:
         for name, params in cells.items():  # said at once, and not by every process
-            _check_before_launch(params, paths, name, gpus)
-        launch(gpus, ["pretrain", *(["--cell", cell] if cell else [])])
+            _check_before_launch(params, paths, stage, name, gpus)
+        launch(gpus, [stage, *(["--cell", cell] if cell else [])])
     else:
         with joined(choose_device(runtime.device).type) as ranks:
             for name, params in cells.items():
-                run(params, paths, runtime, name, ranks)
+                run(params, paths, runtime, stage, name, ranks)
 
 
-def state_folder(params: PretrainParams, paths: Paths, cell: str) -> Path:
+def state_folder(params: PretrainParams, paths: Paths, stage: str, cell: str) -> Path:
     """Where the state of this run waits; another one for other parameters, so that no run continues a different one."""
-    return paths.run_state("pretrain", cell, params_hash(params)[:16])
+    return paths.run_state(stage, cell, params_hash(params)[:16])
 
 
-def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks = Ranks()) -> None:
-    """Train one cell and write results/pretrain/<cell>/{weights.safetensors, snapshots/, recipe.json, curve.csv, metrics.json, run.json}.
+def run(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, cell: str, ranks: Ranks = Ranks()) -> None:
+    """Train one cell and write results/<stage>/<cell>/{weights.safetensors, snapshots/, recipe.json, curve.csv, metrics.json, run.json}.
 
     Raises:
         UserError: data, model name, options or number of processes that do not fit, or the state of a run on other data, before
@@ -129,8 +134,8 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     from repro.tasks import recipe
 
     started = time.monotonic()
-    made = _Made.of(params, paths, runtime, cell, ranks)
-    folder, state = paths.cell("pretrain", cell), state_folder(params, paths, cell)
+    made = _Made.of(params, paths, runtime, f"{stage}.{cell}", ranks)
+    folder, state = paths.cell(stage, cell), state_folder(params, paths, stage, cell)
     if ranks.first:
         write_json(state / "run.json", _same_run(state, made.manifest_path, ranks.world_size))
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
@@ -152,7 +157,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     checkpointer = Checkpointer(state)
     watches: list[Watch] = []
     new_watch = functools.partial(
-        Watch, paths.logs("pretrain", cell), device=made.device, jsonl=runtime.jsonl, tensorboard=runtime.tensorboard,
+        Watch, paths.logs(stage, cell), device=made.device, jsonl=runtime.jsonl, tensorboard=runtime.tensorboard,
         flop_per_image=made.flop_per_image() if runtime.peak_tflops else None,
         peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12, every=runtime.log_every_steps,
         world_size=ranks.world_size, rank=ranks.rank,
@@ -197,7 +202,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
             metrics |= {name: None, f"{name}_reason": "not finite in any step of the last epoch" if name == "train_loss" else "not finite"}
     identity = make_identity(
         paths.root,
-        ["stages.pretrain", family_module(params.model)],
+        [f"stages.{stage}", family_module(params.model)],
         params,
         data_manifest=made.manifest_path,
         device=device_label(made.device) + (f", {ranks.world_size} processes" if ranks.world_size > 1 else ""),
@@ -212,7 +217,7 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     print(f"{cell}: top-1 {last['top1_percent']:.2f} % on {metrics['val_images']} held-out images of {made.kind}")
 
 
-def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runtime, cell: str) -> None:
+def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, cell: str) -> None:
     """Run the step of a dump again, on this process alone, and print what each layer gave.
 
     Raises:
@@ -223,11 +228,11 @@ def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runti
 
     dump = load_dump(dump_path)
     for rank, seen in enumerate(dump["ranks"]):
-        made = _Made.of(params, paths, runtime, cell, Ranks(rank=rank, world_size=dump["world_size"]))
+        made = _Made.of(params, paths, runtime, f"{stage}.{cell}", Ranks(rank=rank, world_size=dump["world_size"]))
         try:
             made.task.model.load_state_dict(dump["model"])
         except RuntimeError:
-            raise UserError(f"{dump_path}: is of another model than pretrain.{cell}") from None
+            raise UserError(f"{dump_path}: is of another model than {stage}.{cell}") from None
         made.task.model.train()
         try:
             if made.task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
@@ -275,7 +280,7 @@ class _Made:
         return counter.get_total_flops()
 
     @classmethod
-    def of(cls, params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks) -> "_Made":
+    def of(cls, params: PretrainParams, paths: Paths, runtime: Runtime, where: str, ranks: Ranks) -> "_Made":
         import torch
 
         from repro.data.imagenet import ImageFolder, eval_transform, train_transform
@@ -284,7 +289,7 @@ class _Made:
         from repro.models.registry import build_model
         from repro.tasks.classification import Classification
 
-        share = ranks.share(params.batch_size, f"pretrain.{cell}.batch_size")
+        share = ranks.share(params.batch_size, f"{where}.batch_size")
         micro = min(runtime.micro_batch or share, share)
         if share % micro or ((params.mix.mixup or params.mix.cutmix) and micro % 2):
             raise UserError(f"runtime.micro_batch: {micro} does not fit {share} images of a process; take an even number that divides it")
@@ -302,7 +307,7 @@ class _Made:
         try:
             model = build_model(params.model, **options, drop_path_rate=params.drop_path).to(device)
         except ValueError as error:
-            raise UserError(f"pretrain.{cell}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
         if runtime.channels_last:
             model.to(memory_format=torch.channels_last)
         if runtime.compile:
@@ -334,15 +339,15 @@ class _Made:
         )  # fmt: skip
 
 
-def _check_before_launch(params: PretrainParams, paths: Paths, cell: str, processes: int) -> None:
+def _check_before_launch(params: PretrainParams, paths: Paths, stage: str, cell: str, processes: int) -> None:
     from repro.data.manifest import read_manifest
 
-    Ranks(world_size=processes).share(params.batch_size, f"pretrain.{cell}.batch_size")
+    Ranks(world_size=processes).share(params.batch_size, f"{stage}.{cell}.batch_size")
     manifest_path = paths.cell("prepare_data", params.data) / "manifest.json"
     images = read_manifest(manifest_path).splits["train"].images
     if images < params.batch_size:
-        raise UserError(f"pretrain.{cell}.batch_size: {params.batch_size}, and there are only {images} training images; make it smaller")
-    _same_run(state_folder(params, paths, cell), manifest_path, processes)
+        raise UserError(f"{stage}.{cell}.batch_size: {params.batch_size}, and there are only {images} training images; make it smaller")
+    _same_run(state_folder(params, paths, stage, cell), manifest_path, processes)
 
 
 def _same_run(state: Path, manifest_path: Path, processes: int) -> dict[str, Any]:

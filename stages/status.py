@@ -62,10 +62,10 @@ def run(paths: Paths) -> list[tuple[str, str, str]]:
 def _saved_state(paths: Paths, name: str) -> Path | None:
     """The newest saved state of a training cell, for its parameters and its data as they are now."""
     stage, _, cell = name.partition("@")
-    if stage != "pretrain":
+    if stage not in ("pretrain", "baselines"):
         return None
     try:
-        folder = state_folder(load_section(PretrainParams, paths.params, "pretrain", cell), paths, cell)
+        folder = state_folder(load_section(PretrainParams, paths.params, stage, cell), paths, stage, cell)
     except (UserError, OSError):  # parameters or data that no run can have started with
         return None
     return max(folder.glob("step_*.pt"), default=None)

@@ -76,7 +76,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
     for panel, (key, values) in zip(axes, bars.items(), strict=True):
         for place, (family, value) in enumerate(values.items()):
             panel.bar(place, value, color=STYLES[family][1])
-            panel.annotate(f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8)
+            panel.annotate(f"{value:.0f}" if value >= 100 else f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8)
         panel.set_xticks(range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8, rotation=30)
         panel.set_ylabel(LABELS[key])
         panel.margins(y=0.15)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .claims import STATUSES, Status, Verdict, decimals, status_counts
 from .ledger import Claim, Entry, Ledger, Table
-from .sources import Results, SpeedGroup
+from .sources import Results, Source, SpeedGroup
 
 KINDS = {
     "count": "parameters, FLOPs",
@@ -134,10 +134,60 @@ def _efficiency(results: Results) -> str:
     ]
     head = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
+        parts.append(f"### {group}, {group.mode}")
+        swept = [(row, source) for row, source in rows if "compared" in source.metrics]
+        listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]
+        parts += [_grid(head, listed) + _ratios(results, group)] if listed else []
+        parts += [_sweep(group, swept)] if swept else []
+    return "\n\n".join(parts)
+
+
+def _sweep(group: SpeedGroup, rows: Sequence[tuple[Mapping[str, Any], Source]]) -> str:
+    """A sweep of one group: time and memory of every model over the side, and what they say of Vittt."""
+    names = list(dict.fromkeys((row["model"], row["attention"]) for row, _ in rows))
+    sides = sorted({row["resolution"][0] for row, _ in rows})
+    cells = {(row["model"], row["attention"], row["resolution"][0]): row for row, _ in rows}
+    parts = []
+    for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
+        table = []
+        for model, attention in names:
+            found = [cells.get((model, attention, side)) for side in sides]
+            shown = ["–" if row is None else _significant(row[key]) if row["status"] == "ok" else row["status"] for row in found]
+            table.append([f"{model}{f', {attention}' if attention else ''}", *shown])
+        parts.append(f"{label}, by image side:\n\n" + _grid(["model", *(f"{side}²" for side in sides)], table))
+    metrics = rows[0][1].metrics
+    same = [each for each in metrics["compared"] if _of_group(each, group)]
+    if same:
         parts.append(
-            f"### {group}, {group.mode}\n\n" + _grid(head, [_speed_row(row) for row, _ in rows]) + _ratios(results, group)
+            "Vittt against each family at the largest side where both ran, and from which side on it is faster:\n\n"
+            + _grid(["size", "against", "side", "speed-up", "memory saved", "faster"], [_compared_row(each) for each in same])
+        )
+    grown = [each for each in metrics["growth"] if _of_group(each, group) and len(each["sides"]) > 1]
+    if grown:
+        powers = "macs_exponent", "latency_exponent", "memory_exponent"
+        table = [[_named(each), *(_significant(each[power]) for power in powers)] for each in grown]
+        parts.append(
+            "Growth with the tokens from 512 pixels on, as fitted exponents (1 linear, 2 quadratic; Eq. 13 and 14):\n\n"
+            + _grid(["model", "multiply-adds", "time", "memory"], table)
         )
     return "\n\n".join(parts)
+
+
+def _of_group(found: Mapping[str, Any], group: SpeedGroup) -> bool:
+    mode = f"{found['mode']}, compiled" if found["compile"] else found["mode"]
+    return (found["batch"], found["dtype"], mode) == (group.batch, group.dtype, group.mode)
+
+
+def _named(found: Mapping[str, Any]) -> str:
+    return found["model"] if found["attention"] == "none" else f"{found['model']}, {found['attention']}"
+
+
+def _compared_row(found: Mapping[str, Any]) -> list[str]:
+    if found["speedup"] is None:
+        return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
+    faster = found["crossover"] if found["crossover_side"] is None else f"{found['crossover']} {found['crossover_side']:.0f}²"
+    saved = "–" if found["memory_saved_percent"] is None else f"{_significant(found['memory_saved_percent'])} %"
+    return [found["size"], found["against"], f"{found['side']}²", f"{_significant(found['speedup'])}×", saved, faster]
 
 
 def _speed_row(row: Mapping[str, Any]) -> list[str]:

@@ -92,7 +92,7 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     from repro.engine.checkpoint import Checkpointer
     from stages.pretrain import PretrainParams, state_folder
 
-    folder = state_folder(load_section(PretrainParams, Path("params.yaml"), "pretrain", "nano"), Paths(checkout), "nano")
+    folder = state_folder(load_section(PretrainParams, Path("params.yaml"), "pretrain", "nano"), Paths(checkout), "pretrain", "nano")
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and err == f"repro: {folder}: holds the state of another model; remove the folder to start anew\n"

@@ -1,0 +1,8 @@
+"""`repro baselines`: train the families that Vittt is compared with, by the code of `repro pretrain` (Table 1)."""
+
+from .pretrain import CellOption, GpusOption, ReplayOption, train
+
+
+def command(cell: CellOption = None, gpus: GpusOption = None, replay_bad_step: ReplayOption = None) -> None:
+    """Train a classifier of another family; everything else is as in `repro pretrain`."""
+    train("baselines", cell, gpus, replay_bad_step)
