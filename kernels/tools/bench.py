@@ -32,7 +32,9 @@ Maker = Callable[[torch.device], tuple[Callable[..., Tensor], list[Tensor]]]
 
 def ours(function: Callable[..., Tensor], inputs: Callable[[torch.device], list[Tensor]]) -> dict[str, Maker]:
     """An operator's own implementations by name: its function on its backends, all with the same `inputs`."""
-    return {name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")}
+    return {
+        name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")
+    }
 
 
 def rows(cases: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ OP = bi_wkv
 INPUTS = ("w", "u", "k", "v")
 FLOOR = 1.0  # values and output gradients are of that size; at one token the gradients of w, u and k are zero
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+LARGE_DECAY = 3.0
 CHANNELS = (192, 384, 768)  # VRWKV-T, S, B
 
 GOALS = {"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 30, " %")}
@@ -39,12 +40,12 @@ KERNELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One shape: B samples, T tokens, C channels; w and u of the size of `decay`, 1/T as models have them without one."""
+    """One shape: B samples, T tokens, C channels; w and u of size 1/T, as models have them, or of `LARGE_DECAY`."""
 
     batch: int = BATCH
     tokens: int
     channels: int
-    decay: float | None = None
+    large_decay: bool = False
 
     def bytes(self, passes: str) -> int:
         """What must be read and written at least: k, v and out; then k, v, dout, dk and dv. w and u are left out."""
@@ -70,8 +71,8 @@ def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
     The gradients of k, u and w are sums of v − out with the kept output as it is rounded; in those of w, terms weighted by distance
     cancel, most where a large decay leaves but a few.
     """
-    times = {"out": 1, "v": 1, "k": 4, "u": 4, "w": 16 if sizes.decay is None else 64}
-    own = 2e-4 if sizes.decay else 1e-4 if sizes.tokens > 1000 else 1e-5
+    times = {"out": 1, "v": 1, "k": 4, "u": 4, "w": 64 if sizes.large_decay else 16}
+    own = 2e-4 if sizes.large_decay else 1e-4 if sizes.tokens > 1000 else 1e-5
     return own + ROUNDING[dtype] * times[name]
 
 
@@ -79,7 +80,7 @@ def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
     """w, u, k, v and a gradient of the output, fp64: w and u of either sign and values of fp32, the others values of bf16."""
     generator = torch.Generator().manual_seed(seed)
     B, T, C = sizes.batch, sizes.tokens, sizes.channels
-    scale = 1 / T if sizes.decay is None else sizes.decay
+    scale = LARGE_DECAY if sizes.large_decay else 1 / T
     w, u = ((scale * torch.randn(C, generator=generator, dtype=torch.float64)).float() for _ in range(2))
     rows = (torch.randn(B, T, C, generator=generator, dtype=torch.float64).bfloat16() for _ in range(3))
     return [x.double().to(device) for x in (w, u, *rows)]
@@ -114,7 +115,7 @@ def ragged(interpreted: bool) -> list[Sizes]:
 
 def variants() -> Iterator[tuple[str, Sizes]]:
     """Decays for which a block does not do with one exponent, of either sign."""
-    yield "large decay", Sizes(batch=2, tokens=41, channels=35, decay=3.0)
+    yield "large decay", Sizes(batch=2, tokens=41, channels=35, large_decay=True)
 
 
 def selected(sizes: Sizes, dtype: torch.dtype, device: Any) -> str:

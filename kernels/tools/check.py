@@ -51,8 +51,8 @@ def case(cases: ModuleType, sizes: Any, seed: int, device: Any = "cpu") -> tuple
 
 
 def compare(
-    cases: ModuleType, what: str, sizes: Any, dtype: str, *, seeds: Sequence[int] = SEEDS, device: Any = "cpu", poisoned: bool = True,
-    config: triton.Config | None = None, backward_config: triton.Config | None = None,
+    cases: ModuleType, what: str, sizes: Any, dtype: str, *, seeds: Sequence[int] = SEEDS, device: Any = "cpu",
+    poisoned: bool = True, config: triton.Config | None = None, backward_config: triton.Config | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One row: the worst relative error over the seeds by name, the limits, and whether all hold."""
     worst: dict[str, float] = {}
@@ -165,7 +165,7 @@ def _plan(cases: ModuleType, device: Any) -> Iterator[tuple[str, Callable[..., d
         for config in backward:
             yield compared("a config of the backward kernel", cases.TYPICAL, dtype, seeds=[0], backward_config=config)
             yield twice(dtype, None, config)
-        yield compared("as tuned", cases.TYPICAL, dtype, seeds=[0], poisoned=False)
+        yield compared("tuned", cases.TYPICAL, dtype, seeds=[0], poisoned=False)
     for sizes in cases.LONG:
         for dtype in ("fp32", "bf16"):
             yield compared("long, gradients finite", sizes, dtype, seeds=[0])

@@ -70,7 +70,7 @@ class Sizes:
         return inputs + rows if passes == FORWARD else 3 * inputs + 2 * rows
 
     def flop(self, passes: str) -> int:
-        """2 per multiply-add by the operator's own formulas; the backward pass, without its repetition of the forward pass, is two."""
+        """2 per multiply-add by the operator's own formula; a backward pass, without its repetition of the forward pass, is two."""
         shape = (self.batch, self.tokens, len(self.reverse), self.channels)
         return (1 if passes == FORWARD else 3) * op.forward_flops(shape, self.state_dim)
 
@@ -130,7 +130,7 @@ def kernels(
 
 
 def ragged(interpreted: bool) -> list[Sizes]:
-    """Groups of tokens and blocks of channels that are full, short and missing; the interpreter is slow, and gets the short ones."""
+    """Groups of tokens and blocks of channels, full, short and missing; the interpreter is slow, and gets the short ones."""
     lengths = (1, 2, 5) if interpreted else (1, 2, 3, 63, 64, 65, 196, 197, 784)
     return [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
 
