@@ -11,7 +11,6 @@ Shape letters: B samples, T tokens, H heads, D head width.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -29,14 +28,6 @@ PACKAGE = "fla"
 def installed() -> bool:
     """Whether the package can be imported."""
     return importlib.util.find_spec(PACKAGE) is not None
-
-
-def version() -> str | None:
-    """Its version, where it is a distribution: of fla-core, which holds the kernels."""
-    try:
-        return importlib.metadata.version("fla-core")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _import(name: str) -> ModuleType:

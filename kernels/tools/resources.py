@@ -4,83 +4,87 @@ Triton compiles for a named GPU without one, and brings cuobjdump and nvdisasm. 
 interpreter's: this cannot run where TRITON_INTERPRET is set.
 """
 
+import dataclasses
 import hashlib
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..ttt_linear import triton_bwd, triton_fwd
-from .check import DTYPES, describe
+from .check import describe, options
 
 TARGETS = 80, 89, 90
-WIDTH = 64
 INSTRUCTIONS = "HMMA", "HGMMA", "LDL", "STL", "BAR"
-KERNELS = {
-    "ttt_linear_forward": (triton_fwd, {"KEEP": False}),
-    "ttt_linear_forward_keeping_states": (triton_fwd, {"KEEP": True}),
-    "ttt_linear_backward": (triton_bwd, {}),
-}
-# pointers to tensors of q's dtype; all others are fp32
-_OPERANDS = {f"{name}_ptr" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "tiles", "squares")}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def source_hash() -> str:
-    """SHA-256 over the sources of the kernels, in a fixed order."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A kernel as it is launched at one size, in one dtype and config.
+
+    name: of the kernel in the record. kernel: the jitted function. operands: its pointers to tensors of `dtype`; the others are
+    fp32. scalars: types of arguments that are neither pointers nor i32. constants: compile-time ones but for the config's. sizes:
+    those that belong into the record. default: whether it is the config that runs untuned.
+    """
+
+    name: str
+    kernel: Any
+    operands: Collection[str]
+    constants: Mapping[str, Any]
+    config: triton.Config
+    dtype: str
+    sizes: Mapping[str, Any]
+    scalars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default: bool = True
+
+    def read(self, target: int) -> dict[str, Any]:
+        """Compile it for sm_`target`, and read its binary: the last five keys of a row."""
+        types = {argument: "i32" for argument in self.kernel.arg_names} | dict(self.scalars)
+        for argument in self.kernel.arg_names:
+            if argument.endswith("_ptr"):
+                types[argument] = "*" + (self.dtype if argument.removesuffix("_ptr") in self.operands else "fp32")
+        return machine_code(self.kernel, types, {**self.constants, **self.config.kwargs}, target, options(self.config))
+
+
+def source_hash(cases: ModuleType) -> str:
+    """SHA-256 over the sources of an operator's kernels, in a fixed order."""
     digest = hashlib.sha256()
-    for module in (triton_fwd, triton_bwd):
+    for module in (cases.triton_fwd, cases.triton_bwd):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """Every kernel, chunk size, dtype, config and target, a row each as it is compiled.
+def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:
+    """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled.
 
-    A row is {kernel, config {chunk_size, num_warps, num_stages, maxnreg}, default, dtype, target, registers, stack_bytes,
-    shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are a thread's, bytes of shared memory a program's.
-    Instructions are those in the code, counted once whether or not they stand in a loop; `loops` has, for each loop from the
-    first to the last in the code, its length in instructions and how many barriers and shuffles are among them.
+    A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype, target,
+    registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are a thread's, bytes of
+    shared memory a program's. Instructions are those in the code, counted once whether or not they stand in a loop; `loops` has,
+    for each loop from the first to the last in the code, its length in instructions and how many barriers and shuffles are among
+    them.
     """
-    for name, (module, _) in KERNELS.items():
-        for chunk_size in triton_fwd.CHUNK_SIZES:
-            for dtype in DTYPES:
-                for i, config in enumerate(module.configs(DTYPES[dtype], chunk_size)):
-                    for target in TARGETS:
-                        yield {
-                            "kernel": name,
-                            "config": {"chunk_size": chunk_size, **describe(config)},
-                            "default": i == 0,
-                            "dtype": dtype,
-                            "target": f"sm_{target}",
-                            **compiled(name, DTYPES[dtype], chunk_size, config, target),
-                        }
+    for labels, compilation, target in planned(cases):
+        yield {**labels, **compilation.read(target)}
 
 
-def compiled(
-    name: str, dtype: torch.dtype, chunk_size: int, config: triton.Config, target: int, width: int = WIDTH
-) -> dict[str, Any]:
-    """Compile one of `KERNELS` as it is launched for sm_`target`, and read its binary: the last five keys of a row."""
-    module, own = KERNELS[name]
-    kernel = module.forward_kernel if module is triton_fwd else module.backward_kernel
-    constants = triton_fwd.constants(width, chunk_size) | own
-    types = {"eps": "fp32"} | {argument: "i32" for argument in ("T", "R", "H", "v_rows", "reverse", "bucket")}
-    pointers = [argument for argument in kernel.arg_names if argument.endswith("_ptr")]
-    operand = next(spelt for spelt, known in DTYPES.items() if known == dtype)
-    types |= {pointer: "*" + (operand if pointer in _OPERANDS else "fp32") for pointer in pointers}
-    return machine_code(kernel, types, constants, target, describe(config))
+def planned(cases: ModuleType) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
+    """For each of `rows`, in their order: its first six keys, what to compile, and for which target."""
+    for one in cases.compilations():
+        for target in TARGETS:
+            labels = {"operator": cases.NAME, "kernel": one.name, "config": {**one.sizes, **describe(one.config)}}
+            yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
 
 
 def machine_code(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, options: dict[str, Any]
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, launch: dict[str, Any]
 ) -> dict[str, Any]:
     """Compile any kernel for sm_`target`, and read its binary: the last five keys of a row.
 
@@ -89,14 +93,14 @@ def machine_code(
         types: Triton's type of every argument that is no constant; pointers, which start with `*`, count as aligned to 16 bytes.
         constants: the values of the others.
         target: the compute capability, such as 90.
-        options: of the launch, such as `num_warps`.
+        launch: its options, such as `num_warps`.
     """
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
     pointers = [i for i, argument in enumerate(kernel.arg_names) if signature[argument].startswith("*")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch)
     return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
 
 

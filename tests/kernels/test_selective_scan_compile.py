@@ -6,24 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.selective_scan import selected_backend, triton_bwd, triton_fwd
+from kernels.selective_scan import selected_backend, triton_bwd
 from kernels.selective_scan.op import _backward_op, _forward_op
 from kernels.tools import resources
-
-KERNELS = {
-    "forward": (triton_fwd.forward_kernel, {"KEEP": False}),
-    "forward_keeping_states": (triton_fwd.forward_kernel, {"KEEP": True}),
-    "backward": (triton_bwd.backward_kernel, {"SPAN": triton_bwd.span(16)}),
-}
-OPERANDS = {f"{name}_ptr" for name in ("u", "delta", "B", "C", "z", "out", "dout", "du", "ddelta")}
+from kernels.tools.selective_scan_cases import compilation
 
 
 def compiled(name, dtype, target, gate=True, N=16):
-    kernel, own = KERNELS[name]
-    if "SPAN" in own:
-        own = {"SPAN": triton_bwd.span(N)}
-    types = {a: "*" + (dtype if a in OPERANDS else "fp32") if a.endswith("_ptr") else "i32" for a in kernel.arg_names}
-    return resources.machine_code(kernel, types, triton_fwd.constants(N, gate) | own, target, {"num_warps": 1, "num_stages": 1})
+    return compilation(f"selective_scan_{name}", dtype, N, gate).read(target)
 
 
 @pytest.mark.parametrize(("dtype", "target"), [*itertools.product(("fp32", "bf16"), resources.TARGETS), ("fp16", 90)])

@@ -9,16 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import selected_backend
-from kernels.tools import check, resources
+from kernels.tools import check, resources, ttt_linear_cases
+from kernels.tools.operators import OPERATORS
+from kernels.tools.ttt_linear_cases import KERNELS, Sizes, compilation
 from kernels.ttt_linear import op, triton_bwd, triton_fwd
 from kernels.ttt_linear.op import _backward_op, _forward_op
 
 RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resources.json"
-
-
-def default(kernel, dtype, chunk_size, width=64):
-    module, _ = resources.KERNELS[kernel]
-    return module.configs(dtype, chunk_size, width)[0]
 
 
 def test_they_are_compiled():
@@ -27,10 +24,9 @@ def test_they_are_compiled():
 
 @pytest.mark.parametrize("target", resources.TARGETS)
 @pytest.mark.parametrize("dtype", check.DTYPES)
-@pytest.mark.parametrize("kernel", resources.KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_default_config_compiles_without_spills(kernel, dtype, target):
-    given = check.DTYPES[dtype]
-    found = resources.compiled(kernel, given, 16, default(kernel, given, 16), target)
+    found = compilation(kernel, dtype).read(target)
     counts = found["instructions"]
     assert counts["BAR"] > 0 and found["loops"]  # the disassembly was read
     if dtype == "fp32":
@@ -48,15 +44,13 @@ OTHER_SIZES = [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16), (128, 64)]
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_other_sizes_compile_and_fit(kernel, width, chunk_size):
     """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere."""
-    config = default(kernel, torch.bfloat16, chunk_size, width)
-    assert resources.compiled(kernel, torch.bfloat16, chunk_size, config, 89, width)["shared_bytes"] <= 99 * 1024
+    assert compilation(kernel, "bf16", chunk_size, width).read(89)["shared_bytes"] <= 99 * 1024
 
 
 @pytest.mark.parametrize(("width", "chunk_size"), [(64, 32), (128, 16)])
 def test_shared_memory_of_fp32_is_what_the_table_says(width, chunk_size):
     """`SHARED_KIB` says which sizes need more than 99 KiB, and how much; the rest fits."""
-    config = default("ttt_linear_backward", torch.float32, chunk_size, width)
-    found = resources.compiled("ttt_linear_backward", torch.float32, chunk_size, config, 89, width)["shared_bytes"]
+    found = compilation("ttt_linear_backward", "fp32", chunk_size, width).read(89)["shared_bytes"]
     said = triton_fwd.SHARED_KIB.get((width, chunk_size))
     assert -(-found // 1024) == said if said else found <= 99 * 1024
 
@@ -107,20 +101,26 @@ def test_instructions_and_loops_are_read_from_a_listing():
     assert loops == [(0, 4), (1, 3)]
 
 
-def test_the_record_is_of_these_kernels():
-    """results/measured/compile/resources.json: made from these sources, every config of every kernel, no spills where promised."""
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_record_is_of_these_kernels(name):
+    """results/measured/compile/resources.json: made from these sources, every kernel, size, dtype, config and target."""
     metrics = json.loads(RECORD.read_text())["metrics"]
-    assert metrics["source_sha256"] == resources.source_hash(), "the kernels changed: run `repro kernels resources`"
-    expected = [
-        (name, {"chunk_size": chunk_size, **check.describe(config)}, dtype, f"sm_{target}")
-        for name, (module, _) in resources.KERNELS.items()
+    changed = f"the kernels changed: run `repro kernels resources --op {name}`"
+    assert metrics["source_sha256"][name] == resources.source_hash(OPERATORS[name]), changed
+    rows = [row for row in metrics["rows"] if row["operator"] == name]
+    expected = [labels for labels, _, _ in resources.planned(OPERATORS[name])]
+    assert [{key: row[key] for key in labels} for row, labels in zip(rows, expected, strict=True)] == expected
+
+
+def test_the_record_has_what_was_promised_of_ttt_linear():
+    """No spills in the default configs in two-byte elements; the largest tiles take the shared memory that the table says."""
+    rows = [row for row in json.loads(RECORD.read_text())["metrics"]["rows"] if row["operator"] == "ttt_linear"]
+    assert len(rows) == sum(
+        len(module.configs(check.DTYPES[dtype], chunk_size)) * len(resources.TARGETS)
+        for module, _, _ in KERNELS.values()
         for chunk_size in triton_fwd.CHUNK_SIZES
         for dtype in check.DTYPES
-        for config in module.configs(check.DTYPES[dtype], chunk_size)
-        for target in resources.TARGETS
-    ]
-    rows = metrics["rows"]
-    assert [(r["kernel"], r["config"], r["dtype"], r["target"]) for r in rows] == expected
+    )
     promised = [r for r in rows if r["default"] and r["config"]["chunk_size"] == 16 and r["dtype"] != "fp32"]
     assert len(promised) == 18
     assert all((r["stack_bytes"], r["instructions"]["LDL"], r["instructions"]["STL"]) == (0, 0, 0) for r in promised)
@@ -146,7 +146,7 @@ def test_shapes_on_a_gpu_that_need_not_exist():
     """Fake tensors on CUDA: the operator's shapes, dtypes and device, forward and backward, without running anything."""
     options = (16, [False, True], 1e-6, "auto")
     with FakeTensorMode():
-        inputs = [x.float().to("cuda") for x in check.draw(0, 2, 300, 2, 3)[:9]]
+        inputs = [x.float().to("cuda") for x in ttt_linear_cases.draw(0, Sizes(batch=2, tokens=300, heads=3))[:9]]
         out, states = _forward_op(*inputs, *options, True)
         gradients = _backward_op(out, states, *inputs, *options)
     assert (out.shape, out.device.type) == (inputs[0].shape, "cuda")

@@ -4,10 +4,19 @@ import pytest
 import torch
 
 from kernels import ttt_linear, ttt_linear_bidir
-from kernels.tools import check
+from kernels.tools import check, ttt_linear_cases
+from kernels.tools.ttt_linear_cases import Sizes, small
 from kernels.ttt_linear import triton_bwd, triton_fwd
 
-OPTIONS = 16, check.BOTH, check.EPS
+OPTIONS = 16, check.BOTH, ttt_linear_cases.EPS
+
+
+def compare(sizes, dtype="fp32", **options):
+    return check.compare(ttt_linear_cases, "", sizes, dtype, **options)
+
+
+def draw(seed, batch, tokens, directions, heads):
+    return ttt_linear_cases.draw(seed, Sizes(batch=batch, tokens=tokens, heads=heads, reverse=check.BOTH[:directions]))
 
 
 def arguments(inputs, dtype=torch.float32, parameters=torch.float32):
@@ -20,29 +29,29 @@ def test_they_are_interpreted():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("heads", check.HEADS)
-@pytest.mark.parametrize("tokens", check.LENGTHS)
+@pytest.mark.parametrize("heads", ttt_linear_cases.HEADS)
+@pytest.mark.parametrize("tokens", ttt_linear_cases.LENGTHS)
 def test_out_and_every_gradient(tokens, heads, dtype):
-    row = check.compare("matrix", tokens, heads, dtype)
+    row = compare(small(tokens, heads), dtype)
     assert row["passed"], row
 
 
 @pytest.mark.parametrize("chunk_size", [4, 8, 32, 64])
 def test_other_chunk_sizes(chunk_size):
-    row = check.compare("chunk size", 81, 1, "fp32", seeds=[0], chunk_size=chunk_size)
+    row = compare(small(81, 1, chunk_size=chunk_size), seeds=[0])
     assert row["passed"], row
 
 
 @pytest.mark.parametrize(("width", "tokens", "reverse"), [(16, 150, (False,)), (32, 150, (True,)), (128, 40, (True, False))])
 def test_other_widths_and_directions(width, tokens, reverse):
-    row = check.compare("width", tokens, 2, "fp32", seeds=[1], width=width, reverse=reverse)
+    row = compare(small(tokens, 2, head_dim=width, reverse=reverse), seeds=[1])
     assert row["passed"], row
 
 
 def test_many_groups():
     """Six groups of chunks: the kept states in the middle of the sequence are the ones that the backward pass starts from."""
     assert triton_fwd.states_shape((1, 700, 2, 1, 64), 16, True)[1] == 5
-    row = check.compare("groups", 700, 1, "fp32", seeds=[0])
+    row = compare(small(700, 1), seeds=[0])
     assert row["passed"], row
 
 
@@ -53,15 +62,16 @@ def test_memory_is_poisoned():
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_repeat_runs_are_bitwise_equal(dtype):
-    assert check.repeated(150, 1, dtype, "cpu")["passed"]
+    assert check.repeated(ttt_linear_cases, small(150, 1), dtype, "cpu")["passed"]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministic):
     """The launch as on a GPU, but for the tuner's clock; in torch's deterministic mode nothing is tried."""
     kernels = {triton_fwd: triton_fwd.forward_kernel, triton_bwd: triton_bwd.backward_kernel}
-    inputs = {(B, T): check.draw(0, B, T, 2, 1) for B, T in ((1, 20), (1, 21), (1, 40), (4, 20))}
-    want = {sizes: check.kernels(drawn, torch.float16, 16, check.BOTH) for sizes, drawn in inputs.items()}
+    inputs = {(B, T): draw(0, B, T, 2, 1) for B, T in ((1, 20), (1, 21), (1, 40), (4, 20))}
+    sizes = small(20, 1)  # of which the kernels are told the chunk, the directions and nothing else
+    want = {shape: ttt_linear_cases.kernels(drawn, torch.float16, sizes) for shape, drawn in inputs.items()}
     tuners = {module: triton_fwd.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64) for module, kernel in kernels.items()}
     benchmarked = []
     for tuner in tuners.values():
@@ -70,7 +80,7 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
     monkeypatch.setattr(triton_fwd, "INTERPRETED", False)
     for (B, T), drawn in inputs.items():
         torch.use_deterministic_algorithms(deterministic)
-        got = check.kernels(drawn, torch.float16, 16, check.BOTH)
+        got = ttt_linear_cases.kernels(drawn, torch.float16, sizes)
         torch.use_deterministic_algorithms(False)
         assert all(torch.equal(got[name], want[B, T][name]) for name in got)
     buckets = 0 if deterministic else 3  # 20 and 21 share one; 40 is longer, four samples are more programs
@@ -81,7 +91,7 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
 @pytest.mark.parametrize("shape", [(2, 21), (1, 21), (2, 1)])
 def test_v_as_a_part_of_a_wider_projection(shape):
     """v's own strides, as the layer has them, and ones that only a copy can serve: the same bits as of a contiguous v."""
-    inputs = check.draw(7, *shape, 2, 3)
+    inputs = draw(7, *shape, 2, 3)
     given, dout = arguments(inputs, torch.float16), inputs[-1].half()
     out, states = triton_fwd.forward(*given, *OPTIONS, True)
     gradients = triton_bwd.backward(dout, states, *given, *OPTIONS)
@@ -100,7 +110,7 @@ def test_v_as_a_part_of_a_wider_projection(shape):
 
 def test_low_precision_parameters_and_strided_inputs():
     """Parameters in q's dtype, and views with other strides, give what fp32 contiguous ones of the same values give."""
-    inputs = check.draw(3, 2, 20, 2, 3)
+    inputs = draw(3, 2, 20, 2, 3)
     halves, dout = arguments(inputs, torch.float16, torch.float16), inputs[-1].half()
     out, states = triton_fwd.forward(*halves, *OPTIONS, True)
     gradients = triton_bwd.backward(dout, states, *halves, *OPTIONS)
@@ -108,13 +118,13 @@ def test_low_precision_parameters_and_strided_inputs():
     assert not views[0].is_contiguous()
     out_views, states_views = triton_fwd.forward(*views, *OPTIONS, True)
     assert torch.equal(out, out_views)
-    for name, a, b in zip(check.INPUTS, gradients, triton_bwd.backward(dout, states_views, *views, *OPTIONS), strict=True):
+    for name, a, b in zip(ttt_linear_cases.INPUTS, gradients, triton_bwd.backward(dout, states_views, *views, *OPTIONS), strict=True):
         assert a.dtype == torch.float16 and torch.equal(a, b.to(a.dtype)), name
 
 
 def test_an_expanded_output_gradient():
     """What sum() hands back has stride 0."""
-    inputs = check.draw(5, 1, 20, 2, 1)
+    inputs = draw(5, 1, 20, 2, 1)
     given = arguments(inputs)
     _, states = triton_fwd.forward(*given, *OPTIONS, True)
     expanded, dense = torch.ones(()).expand(inputs[0].shape), torch.ones(inputs[0].shape)
@@ -123,7 +133,7 @@ def test_an_expanded_output_gradient():
 
 
 def test_inputs_are_left_alone():
-    inputs = check.draw(6, 1, 20, 2, 1)
+    inputs = draw(6, 1, 20, 2, 1)
     given = arguments(inputs)
     before = [x.clone() for x in given]
     _, states = triton_fwd.forward(*given, *OPTIONS, True)
@@ -134,7 +144,7 @@ def test_inputs_are_left_alone():
 
 def test_nan_stays_where_it_belongs():
     """A NaN in a key reaches its own chunk's later tokens and those scanned after it, in its head only."""
-    given = arguments(check.draw(4, 1, 50, 2, 2))
+    given = arguments(draw(4, 1, 50, 2, 2))
     given[1][0, 20, :, 1] = float("nan")
     out, _ = triton_fwd.forward(*given, *OPTIONS, False)
     nan = out.isnan().any(-1)[0]  # (T,R,H)
@@ -143,7 +153,7 @@ def test_nan_stays_where_it_belongs():
 
 
 def test_no_states_without_backward():
-    given = arguments(check.draw(0, 1, 300, 2, 1))
+    given = arguments(draw(0, 1, 300, 2, 1))
     kept, states = triton_fwd.forward(*given, *OPTIONS, True)
     out, none = triton_fwd.forward(*given, *OPTIONS, False)
     assert torch.equal(out, kept) and none.numel() == 0
@@ -164,7 +174,7 @@ def test_size_of_the_states(T, D, chunk_size):
 @pytest.mark.parametrize("directions", [1, 2])
 def test_memory_kept_for_backward(directions):
     """What autograd holds after a forward pass, each storage once, parameters aside: 1.25 times q, k, v and out at most."""
-    q, k, v, lr, *parameters = arguments(check.draw(0, 1, 300, 2, 2), torch.float16)
+    q, k, v, lr, *parameters = arguments(draw(0, 1, 300, 2, 2), torch.float16)
     parts = [x if directions == 2 else x[:, :, 0].contiguous() for x in (q, k, v)]
     parameters = [x if directions == 2 else x[0] for x in parameters]
     leaves = [x.requires_grad_() for x in (*parts, lr.half(), *parameters)]

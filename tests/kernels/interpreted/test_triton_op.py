@@ -9,14 +9,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
-from kernels.tools import check
+from kernels.tools.ttt_linear_cases import Sizes, draw
 from kernels.ttt_linear.op import _backward_op, _forward_op
 
 
 @pytest.fixture
 def inputs():
     """The nine inputs of `ttt_linear_bidir`, B 2, T 19, H 2, D 16, fp32 leaves."""
-    return [x.float().requires_grad_() for x in check.draw(0, 2, 19, 2, 2, width=16)[:9]]
+    return [x.float().requires_grad_() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16))[:9]]
 
 
 def out_and_gradients(function, inputs):
@@ -145,7 +145,7 @@ def test_auto_on_a_cpu_is_the_torch_backend_also_under_the_interpreter():
     ],
 )
 def test_sizes_that_the_kernels_do_not_take(width, chunk_size, dtype, message):
-    q, k, v, lr, *shared = check.draw(0, 1, 4, 1, 1, width=width, chunk_size=chunk_size)[:9]
+    q, k, v, lr, *shared = draw(0, Sizes(batch=1, tokens=4, heads=1, head_dim=width, chunk_size=chunk_size, reverse=(False,)))[:9]
     given = [*(x[:, :, 0].to(dtype) for x in (q, k, v)), lr.to(dtype), *(x[0].to(dtype) for x in shared)]
     with pytest.raises(ValueError, match=message) as caught:
         ttt_linear(*given, chunk_size=chunk_size, backend="triton")
