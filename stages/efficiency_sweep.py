@@ -6,10 +6,8 @@ Nothing here is an output of the graph. Rows are written as they come; a call th
 import csv
 import dataclasses
 import io
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from repro.core.errors import Interrupted, RunError, UserError

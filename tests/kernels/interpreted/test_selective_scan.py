@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.selective_scan import selected_backend, selective_scan, selective_scan_bidir, triton_bwd, triton_fwd
+from kernels.selective_scan import selected_backend, selective_scan, selective_scan_bidir, triton_fwd
 from kernels.selective_scan.op import _backward_op, _forward_op
 
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
