@@ -21,6 +21,7 @@ COLUMNS = (
 )  # fmt: skip
 # of the bandwidth of a copy, before a ratio against the operator's family is given
 LEAST_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
+GATED = ("vim", "vrwkv")
 ON_CPU = {"sizes": ("T",), "batch": 1, "dtype": "fp32", "minutes": 10.0}
 ON_GPU = {"sizes": ("T", "S", "B"), "batch": 64, "dtype": "bf16", "minutes": None}
 
@@ -63,7 +64,7 @@ def run(asked: Sweep, paths: Paths, runtime: Runtime) -> None:
     """Measure what is not measured yet, and write efficiency.{json,csv} and efficiency/*.{png,svg}.
 
     metrics: `rows`, see repro.measure.speed.measure, each with `row`, `device`, `code` (a hash of what determines it) and `run`;
-    `left_out`; `gates`, `compared`, `growth` and `repeated`, see `_conclude`.
+    `left_out`; `gates`, a list of what `_gates` found at each batch and dtype; `compared`, `growth` and `repeated`, see `conclude`.
 
     Raises:
         UserError: a model or device that is not there. Interrupted: Ctrl-C; the rows that are done are kept.
@@ -88,7 +89,8 @@ def run(asked: Sweep, paths: Paths, runtime: Runtime) -> None:
         import torch
 
         torch.set_num_threads(runtime.threads)
-    store.gates = _gates(asked, device.type)
+    store.gates = [*_gates(asked, device.type), *store.gates]
+    store.gates = list({(gate["family"], gate["batch"], gate["dtype"]): gate for gate in reversed(store.gates)}.values())
     try:
         for number in range(1, asked.runs + 1):
             _measure_all(specs, lambda spec: macs[spec.row_id], number, asked, store)
@@ -111,9 +113,10 @@ class _Store:
         self.paths, self.label, self.asked, self.started = paths, label, asked, started
         self.folder = paths.measured(slug)
         self.file = self.folder / "efficiency.json"
-        self.rows: list[dict[str, Any]] = read_json(self.file)["metrics"]["rows"] if self.file.is_file() else []
+        before = read_json(self.file)["metrics"] if self.file.is_file() else {"rows": [], "gates": []}
+        self.rows: list[dict[str, Any]] = before["rows"]
+        self.gates: list[dict[str, Any]] = before["gates"]
         self.left_out: list[dict[str, Any]] = []
-        self.gates: dict[str, dict[str, Any]] = {}
         self._versions = versions()
         self._codes: dict[str, str] = {}
 
@@ -129,11 +132,11 @@ class _Store:
         return self._codes[module]
 
     def good(self, spec: Any, number: int) -> dict[str, Any] | None:
-        """The row of an earlier call that measures the same, of the same code on the same versions."""
+        """The row of an earlier call that measures the same, of the same code on the same versions and as many threads."""
         from repro.measure.sweep import key_of, spec_key
 
         wanted = spec_key(spec)
-        same = (row for row in self.rows if key_of(row) == wanted and row["run"] == number)
+        same = (row for row in self.rows if key_of(row) == wanted and (row["run"], row["device"]) == (number, self.label))
         fresh = (row for row in same if row["code"] == self.code(spec.model) and row["versions"] == self._versions["torch"])
         return next(fresh, None)
 
@@ -245,22 +248,27 @@ def _draw(store: _Store) -> None:
             at_largest(store.folder / "efficiency" / f"fig1_{name}", bars, f"size {letter} at {max(sides)}²: {about}")
 
 
-def _gates(asked: Sweep, device_type: str) -> dict[str, dict[str, Any]]:
-    """For each family with an operator of this project's: whether the operator is fast enough for a fair comparison."""
-    from repro.measure.op_rate import OPERATORS, share_of_copy
+def _gates(asked: Sweep, device_type: str) -> list[dict[str, Any]]:
+    """For each compared family with an operator of this project's: whether that is fast enough for a fair comparison.
+
+    Each is {family, batch, dtype, holds, at_least_percent} and what `repro.measure.op_rate.share_of_copy` returns.
+    """
+    from repro.measure.op_rate import share_of_copy
 
     limit = LEAST_SHARE_PERCENT[device_type]
-    gates = {}
+    gates = []
     for family in asked.families:
-        if family in OPERATORS:
+        if family in GATED:
             found = share_of_copy(family, batch=asked.batch, device=device_type, dtype=asked.dtype)
-            gates[family] = {**found, "at_least_percent": limit, "holds": found["share_of_copy_percent"] >= limit}
-            verdict = "" if gates[family]["holds"] else f": below {limit} %, no ratio against {family} is given"
+            holds = found["share_of_copy_percent"] >= limit
+            about = {"family": family, "batch": asked.batch, "dtype": asked.dtype}
+            gates.append({**about, **found, "at_least_percent": limit, "holds": holds})
+            verdict = "" if holds else f": below {limit} %, no ratio against {family} is given"
             print(f"{found['operator']}: {found['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True)
     return gates
 
 
-def conclude(rows: Sequence[Mapping[str, Any]], gates: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def conclude(rows: Sequence[Mapping[str, Any]], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What rows say together; only rows of one batch, dtype, mode and compilation are set against each other.
 
     Returns:
@@ -305,12 +313,15 @@ def conclude(rows: Sequence[Mapping[str, Any]], gates: Mapping[str, Mapping[str,
 
 
 def _compare(
-    family: str, ours: Sequence[Mapping], theirs: Sequence[Mapping], gates: Mapping[str, Mapping[str, Any]], crossover: Callable
+    family: str, ours: Sequence[Mapping], theirs: Sequence[Mapping], gates: Sequence[Mapping[str, Any]], crossover: Callable
 ) -> dict[str, Any]:
     good = [{row["resolution"][0]: row for row in rows if row["status"] == "ok"} for rows in (ours, theirs)]
     both = good[0].keys() & good[1].keys()
     empty = dict.fromkeys(("side", "speedup", "memory_saved_percent", "crossover", "crossover_side"))
-    gate = gates.get(family)
+    about = family, theirs[0]["batch"], theirs[0]["dtype"]
+    gate = next((gate for gate in gates if (gate["family"], gate["batch"], gate["dtype"]) == about), None)
+    if gate is None and family in GATED:
+        return {**empty, "reason": "how fast its operator is was not measured at this batch and dtype"}
     if gate is not None and not gate["holds"]:
         what = f"{gate['operator']} reaches {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
         return {**empty, "reason": f"{what}, {gate['at_least_percent']} % are asked for before a ratio is given"}

@@ -32,8 +32,8 @@ def test_matrices_comparisons_and_growth(checkout):
     rows = [row(VITTT, None, side, side**2 / 1e3, side**2 / 1e4) for side in (512, 1024)]
     rows += [row(DEIT, "unfused", 512, 1048.576, 100.0), row(DEIT, "unfused", 1024, None, None, status="oom")]
     rows += [row(VIM, None, 512, 500.0, 50.0), row(VITTT, None, 512, 1.0, 1.0, run=2), row(VITTT, None, 512, 9.0, 9.0, compile=True)]
-    gate = {"vim": {"holds": False, "operator": "selective_scan_bidir", "share_of_copy_percent": 2.0, "at_least_percent": 20}}
-    text = section(checkout, rows, gate)
+    gate = {"operator": "selective_scan_bidir", "share_of_copy_percent": 2.0, "at_least_percent": 20, "holds": False}
+    text = section(checkout, rows, [gate | {"family": "vim", "batch": 1, "dtype": "fp32"}])
     assert f"| {VITTT} | 262 | 1049 |" in text
     assert f"| {DEIT}, unfused | 1049 | oom |" in text
     assert "| T | deit | 512² | 4.00× | 73.8 % | always |" in text
@@ -43,6 +43,6 @@ def test_matrices_comparisons_and_growth(checkout):
 
 
 def test_what_was_measured_twice_counts_once(checkout):
-    section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)], {})
+    section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)], [])
     (rows,) = checkout.results().speed_rows.values()
     assert [found["latency_ms"] for found, _ in rows] == [10.0]

@@ -37,7 +37,7 @@ def test_options_out_of_range_are_the_users_mistake(checkout, repro_cli, options
     assert code == 2 and options[0] in err
 
 
-def test_a_sweep_is_stopped_and_continued(checkout, repro_cli):
+def test_a_sweep_is_stopped_and_continued(checkout):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     process = subprocess.Popen([sys.executable, "-m", "repro", *COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     first = process.stdout.readline()
@@ -49,8 +49,10 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli):
     before = json.loads(file.read_text())["metrics"]["rows"]
     assert 1 <= len(before) < 4 and all(row["status"] == "ok" for row in before)
 
-    code, out, err = repro_cli(*COMMAND)
-    assert code == 0, err
+    again = [sys.executable, "-m", "repro", *COMMAND]
+    done = subprocess.run(again, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     assert f"{len(before)} of 4 rows are there from an earlier call" in out and "4 rows in " in out
     rows = json.loads(file.read_text())["metrics"]["rows"]
     assert [row for row in rows if row["row"] in {old["row"] for old in before}] == before
@@ -64,8 +66,8 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli):
     assert figures == [f"fig{n}_T_batch1_fp32_infer.{suffix}" for n in (1, 6) for suffix in ("png", "svg")]
     # nothing is left to measure, and the same rows give the same figures
     drawn = [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())]
-    code, out, _ = repro_cli(*COMMAND)
-    assert code == 0 and "4 of 4 rows are there from an earlier call" in out and "@" not in out
+    out = subprocess.run(again, check=True, capture_output=True, text=True, env=environment).stdout
+    assert "4 of 4 rows are there from an earlier call" in out and "@" not in out
     assert drawn == [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())]
 
 
@@ -86,8 +88,9 @@ def test_conclusions_by_hand():
     rows += [row(DEIT, "unfused", side, (side / 640) ** 4 * 40, (side / 640) ** 4 * 400) for side in (512, 640)]
     rows += [row(DEIT, "unfused", 1280, None, None, status="oom")]
     rows += [row(VIM, None, 640, 50.0, 100.0), row(VITTT, None, 640, 1.0, 1.0, run=2)]
-    gate = {"vim": {"holds": False, "operator": "selective_scan_bidir", "share_of_copy_percent": 2.0, "at_least_percent": 20}}
-    found = conclude(rows, gate)
+    gate = {"operator": "selective_scan_bidir", "share_of_copy_percent": 2.0, "at_least_percent": 20, "holds": False}
+    gate |= {"family": "vim", "batch": 1, "dtype": "fp32"}
+    found = conclude(rows, [gate])
     unfused, vim = found["compared"]
     assert (unfused["against"], unfused["size"], unfused["side"]) == ("deit", "T", 640)
     assert unfused["speedup"] == pytest.approx(4) and unfused["memory_saved_percent"] == pytest.approx(75)
@@ -98,11 +101,17 @@ def test_conclusions_by_hand():
     assert growth[DEIT]["latency_exponent"] == pytest.approx(2) and growth[DEIT]["macs_exponent"] == pytest.approx(1)
     assert growth[VITTT]["latency_1280_over_640"] == pytest.approx(4) and growth[DEIT]["latency_1280_over_640"] is None
     assert growth[VIM]["latency_exponent"] is None and growth[VIM]["reason"]
+    # a ratio against Vim needs its operator's rate at the same batch and dtype
+    for other in ({"batch": 2}, {"dtype": "bf16"}, {"family": "vrwkv"}, {"holds": False}):
+        (vim,) = conclude([row(VITTT, None, 224, 1.0, 1.0), row(VIM, None, 224, 2.0, 1.0)], [{**gate, "holds": True, **other}])["compared"]
+        assert vim["speedup"] is None, other
+    (vim,) = conclude([row(VITTT, None, 224, 1.0, 1.0), row(VIM, None, 224, 2.0, 1.0)], [{**gate, "holds": True}])["compared"]
+    assert vim["speedup"] == pytest.approx(2)
 
 
 def test_other_batches_are_never_mixed_and_an_unfused_fusion_is_refused():
     rows = [row(VITTT, None, 224, 1.0, 1.0), row(DEIT, "fused", 224, 2.0, 1.0, batch=2), row(DEIT, "unfused", 224, 3.0, 1.0)]
-    assert [each["against"] for each in conclude(rows, {})["compared"]] == ["deit"]
+    assert [each["against"] for each in conclude(rows, [])["compared"]] == ["deit"]
     rows = [row(VITTT, None, 224, 1.0, 1.0), row(DEIT, "fused", 224, 2.0, 1.0, kernel="none")]
-    (refused,) = conclude(rows, {})["compared"]
+    (refused,) = conclude(rows, [])["compared"]
     assert refused["speedup"] is None and "did not take a fused attention kernel" in refused["reason"]
