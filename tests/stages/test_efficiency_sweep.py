@@ -39,7 +39,11 @@ def test_options_out_of_range_are_the_users_mistake(checkout, repro_cli, options
 
 def test_a_sweep_is_stopped_and_continued(checkout):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    process = subprocess.Popen([sys.executable, "-m", "repro", *COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "repro", *COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        # what a shell starts in the background ignores SIGINT, and hands that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     first = process.stdout.readline()
     assert "vittt_tiny_patch16_224@32: " in first, first
     process.send_signal(signal.SIGINT)
