@@ -133,7 +133,7 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
 
     from kernels import selected_backend
     from repro.measure.flops import cost
-    from repro.measure.op_rate import op_rate
+    from repro.measure.op_rate import kept_for_backward, op_rate
     from repro.measure.speed import RowSpec, measure
 
     started = time.monotonic()
@@ -166,6 +166,8 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
         print(efficiency_sweep.line(rows[-1], spec.row_id), flush=True)
     op_sizes = dataclasses.asdict(params.op)
     op = {**op_rate(**op_sizes, device=device.type, dtype=params.dtype, backend=params.backend), "device": label}
+    kept_sizes = {name: op_sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size")}
+    op |= kept_for_backward(batch=1, **kept_sizes, device=device.type, backend=params.backend)
     share_percent = 100 * op["share_of_matmul_rate"]
     print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {share_percent:.1f} % of the matrix-product rate")
 

@@ -21,7 +21,6 @@ COLUMNS = (
 )  # fmt: skip
 # of the bandwidth of a copy, before a ratio against the operator's family is given
 LEAST_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
-GATED = ("vim", "vrwkv")
 ON_CPU = {"sizes": ("T",), "batch": 1, "dtype": "fp32", "minutes": 10.0}
 ON_GPU = {"sizes": ("T", "S", "B"), "batch": 64, "dtype": "bf16", "minutes": None}
 
@@ -89,10 +88,12 @@ def run(asked: Sweep, paths: Paths, runtime: Runtime) -> None:
         import torch
 
         torch.set_num_threads(runtime.threads)
-    store.gates = [*_gates(asked, device.type), *store.gates]
+    numbers = range(1, asked.runs + 1)
+    new = {spec.model.split("_")[0] for spec in specs if not all(store.good(spec, number) for number in numbers)}
+    store.gates = [*_gates(asked, device.type, new), *store.gates]
     store.gates = list({(gate["family"], gate["batch"], gate["dtype"]): gate for gate in reversed(store.gates)}.values())
     try:
-        for number in range(1, asked.runs + 1):
+        for number in numbers:
             _measure_all(specs, lambda spec: macs[spec.row_id], number, asked, store)
             _measure_pairs(specs, number, store)
     except KeyboardInterrupt:
@@ -248,23 +249,22 @@ def _draw(store: _Store) -> None:
             at_largest(store.folder / "efficiency" / f"fig1_{name}", bars, f"size {letter} at {max(sides)}²: {about}")
 
 
-def _gates(asked: Sweep, device_type: str) -> list[dict[str, Any]]:
-    """For each compared family with an operator of this project's: whether that is fast enough for a fair comparison.
+def _gates(asked: Sweep, device_type: str, families: set[str]) -> list[dict[str, Any]]:
+    """For each of the families with an operator of this project's: whether that is fast enough for a fair comparison.
 
     Each is {family, batch, dtype, holds, at_least_percent} and what `repro.measure.op_rate.share_of_copy` returns.
     """
-    from repro.measure.op_rate import share_of_copy
+    from repro.measure.op_rate import OPERATORS, share_of_copy
 
     limit = LEAST_SHARE_PERCENT[device_type]
     gates = []
-    for family in asked.families:
-        if family in GATED:
-            found = share_of_copy(family, batch=asked.batch, device=device_type, dtype=asked.dtype)
-            holds = found["share_of_copy_percent"] >= limit
-            about = {"family": family, "batch": asked.batch, "dtype": asked.dtype}
-            gates.append({**about, **found, "at_least_percent": limit, "holds": holds})
-            verdict = "" if holds else f": below {limit} %, no ratio against {family} is given"
-            print(f"{found['operator']}: {found['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True)
+    for family in sorted(families & OPERATORS.keys()):
+        found = share_of_copy(family, batch=asked.batch, device=device_type, dtype=asked.dtype)
+        holds = found["share_of_copy_percent"] >= limit
+        about = {"family": family, "batch": asked.batch, "dtype": asked.dtype}
+        gates.append({**about, **found, "at_least_percent": limit, "holds": holds})
+        verdict = "" if holds else f": below {limit} %, no ratio against {family} is given"
+        print(f"{found['operator']}: {found['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True)
     return gates
 
 
@@ -315,12 +315,14 @@ def conclude(rows: Sequence[Mapping[str, Any]], gates: Sequence[Mapping[str, Any
 def _compare(
     family: str, ours: Sequence[Mapping], theirs: Sequence[Mapping], gates: Sequence[Mapping[str, Any]], crossover: Callable
 ) -> dict[str, Any]:
+    from repro.measure.op_rate import OPERATORS
+
     good = [{row["resolution"][0]: row for row in rows if row["status"] == "ok"} for rows in (ours, theirs)]
     both = good[0].keys() & good[1].keys()
     empty = dict.fromkeys(("side", "speedup", "memory_saved_percent", "crossover", "crossover_side"))
     about = family, theirs[0]["batch"], theirs[0]["dtype"]
     gate = next((gate for gate in gates if (gate["family"], gate["batch"], gate["dtype"]) == about), None)
-    if gate is None and family in GATED:
+    if gate is None and family in OPERATORS:
         return {**empty, "reason": "how fast its operator is was not measured at this batch and dtype"}
     if gate is not None and not gate["holds"]:
         what = f"{gate['operator']} reaches {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"

@@ -9,7 +9,8 @@ from repro.core.config import load_section
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 
-from .pretrain import PretrainParams, state_folder
+from .pretrain import PretrainParams
+from .training import state_folder
 
 
 def command() -> None:

@@ -1,15 +1,21 @@
-"""Optimiser and learning-rate schedule: AdamW and a cosine with warm-up, both timm's."""
+"""Optimiser and learning-rate schedule: timm's AdamW, layer-wise decay and cosine, and the two schedules of the dense tasks."""
+
+from bisect import bisect_right
 
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
 from .params import OptimParams
 
 
 def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> torch.optim.Optimizer:
-    """AdamW with timm's weight-decay rule; the groups are checked to hold every trainable parameter exactly once."""
+    """AdamW with timm's weight-decay rule and, where asked, its layer-wise rates by the model's `group_matcher`.
+
+    The groups are checked to hold every trainable parameter exactly once.
+    """
     optimizer = create_optimizer_v2(
         model,
         opt="adamw",
@@ -17,6 +23,7 @@ def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> t
         weight_decay=params.weight_decay,
         betas=tuple(params.betas),
         eps=params.eps,
+        layer_decay=params.layer_decay,
     )
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
@@ -27,18 +34,36 @@ def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> t
 
 def build_schedule(
     optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int
-) -> CosineLRScheduler:
-    """Linear warm-up, then a cosine over the remaining steps; call `step_update(step)` with the number of finished steps."""
+) -> Scheduler:
+    """The rate as a function of the step; call `step_update(step)` with the number of finished steps."""
     scale = batch_size / params.lr_batch_size
-    warmup_steps = min(params.warmup_epochs, epochs) * steps_per_epoch
-    schedule = CosineLRScheduler(
-        optimizer,
-        t_initial=max(1, epochs * steps_per_epoch - warmup_steps),
-        lr_min=params.min_lr * scale,
-        warmup_t=warmup_steps,
-        warmup_lr_init=params.warmup_lr * scale,
-        warmup_prefix=True,
-        t_in_epochs=False,
-    )
+    if params.schedule == "cosine":
+        warmup_steps = min(params.warmup_epochs, epochs) * steps_per_epoch
+        schedule = CosineLRScheduler(
+            optimizer,
+            t_initial=max(1, epochs * steps_per_epoch - warmup_steps),
+            lr_min=params.min_lr * scale,
+            warmup_t=warmup_steps,
+            warmup_lr_init=params.warmup_lr * scale,
+            warmup_prefix=True,
+            t_in_epochs=False,
+        )
+    else:
+        schedule = _DenseSchedule(optimizer, params, epochs, steps_per_epoch)
     schedule.step_update(0)
     return schedule
+
+
+class _DenseSchedule(Scheduler):
+    """The rates of detection and segmentation: steps or a line, multiplied by the warm-up's 1 - (1 - t / n)(1 - first / peak)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: OptimParams, epochs: int, steps_per_epoch: int):
+        super().__init__(optimizer, "lr", t_in_epochs=False)
+        self._params, self._steps = params, epochs * steps_per_epoch
+        self._milestones = [epoch * steps_per_epoch for epoch in params.milestones]
+
+    def _get_lr(self, t: int) -> list[float]:
+        factor = 0.1 ** bisect_right(self._milestones, t) if self._milestones else 1 - t / self._steps
+        left = 1 - t / self._params.warmup_steps if t < self._params.warmup_steps else 0.0
+        factor *= 1 - left * (1 - self._params.warmup_lr / self._params.lr)
+        return [value * factor for value in self.base_values]

@@ -38,15 +38,19 @@ class LoopParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimParams:
-    """AdamW and its schedule (Appendix D; what it leaves open is Swin's default).
+    """AdamW and its schedule (Appendix D; for classification what it leaves open is Swin's default).
 
     Args:
         lr: peak learning rate at a total batch of `lr_batch_size`; the three rates scale linearly with the batch.
-        warmup_lr, min_lr: first and last rate, at the same batch.
+        warmup_lr, min_lr: first rate, and the cosine's last, at the same batch.
         lr_batch_size: the batch that the rates are stated for.
         weight_decay: of every parameter that timm's rule and the model's `no_weight_decay()` do not exempt.
         betas, eps: AdamW's.
+        schedule: `cosine`; `step`, a tenth after each of the milestones; or `poly`, linear to 0 over all steps.
+        milestones: finished epochs, of `step`.
         warmup_epochs: linear warm-up; the cosine takes the epochs after it.
+        warmup_steps: in place of it with `step` and `poly`, whose rates it multiplies.
+        layer_decay: factor between the rates of neighbouring layers, from the last, which has 1, down; null for one rate.
         clip_grad_norm: global L2 norm; null switches clipping off.
     """
 
@@ -57,9 +61,17 @@ class OptimParams:
     weight_decay: float = bounded(0.05, ge=0)
     betas: tuple[float, ...] = bounded((0.9, 0.999), ge=0, le=1)
     eps: float = bounded(1e-8, gt=0)
+    schedule: Literal["cosine", "step", "poly"] = "cosine"
+    milestones: tuple[int, ...] = bounded((), ge=1)
     warmup_epochs: int = bounded(20, ge=0)
+    warmup_steps: int = bounded(0, ge=0)
+    layer_decay: float | None = bounded(None, gt=0, le=1)
     clip_grad_norm: float | None = bounded(5.0, gt=0)
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
             raise ValueError(f"betas: expected two numbers, got {len(self.betas)}")
+        if bool(self.milestones) != (self.schedule == "step"):
+            raise ValueError(f"milestones: {list(self.milestones)} with schedule {self.schedule}; `step` needs some, and no other takes them")
+        if self.warmup_steps and self.schedule == "cosine":
+            raise ValueError("warmup_steps: the cosine takes warmup_epochs")

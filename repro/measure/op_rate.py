@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from kernels import selected_backend, ttt_linear_bidir
+from kernels import selected_backend, ttt_linear, ttt_linear_bidir
 from kernels.bi_wkv import bi_wkv
 from kernels.selective_scan import selective_scan_bidir
+from kernels.ttt_linear.reference import ttt_linear_dual
 
 from .speed import DTYPES, STEP_TIMERS, median_interval
 from .terms import ttt_linear_macs
@@ -74,6 +75,41 @@ def op_rate(
             "matmul_side": matmul_side,
         },
     }  # fmt: skip
+
+
+def kept_for_backward(*, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, device: str, backend: str) -> dict[str, float]:
+    """What autograd keeps between the passes for one direction: of the equations as written, and of the op, which recomputes.
+
+    The equations keep a state per chunk and what is computed from it, the op its inputs: Appendix B.2's fusion and recomputation.
+
+    Returns:
+        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: sizes of the distinct storages, counted, fp32.
+    """
+    random = _drawer(device)
+    q, k, v = (random(batch, tokens, heads, head_dim).requires_grad_() for _ in range(3))
+    lr = (torch.sigmoid(random(batch, tokens, heads)) / head_dim).requires_grad_()
+    scale = 1 / torch.arange(1, chunk_size + 1, device=device)
+    W0 = (0.02 * random(heads, head_dim, head_dim)).requires_grad_()
+    b0, bias = (torch.zeros(heads, head_dim, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(heads, head_dim, device=device, requires_grad=True)
+    inputs = q, k, v, lr, scale, W0, b0, weight, bias
+    steps = {
+        "reference": lambda: ttt_linear_dual(*inputs, chunk_size=chunk_size),
+        "kernel": lambda: ttt_linear(*inputs, chunk_size=chunk_size, backend=backend),
+    }
+    mib: dict[str, float] = {}
+    for name, step in steps.items():
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            step()
+        mib[name] = sum(storage.nbytes() for storage in storages.values()) / 2**20
+    found = {f"kept_{name}_mib": size for name, size in mib.items()}
+    return {**found, "memory_reference_over_kernel": mib["reference"] / mib["kernel"]}
 
 
 TOKENS = 6400  # 1280 x 1280 pixels

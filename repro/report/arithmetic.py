@@ -68,6 +68,13 @@ def evaluate(expression: str, value: Callable[[str], Number], functions: Mapping
     return _evaluate(ast.parse(" ".join(quoted.split()), mode="eval").body, {**FORMULAS, **functions, "value": value})
 
 
+def conjuncts(expression: str) -> list[str]:
+    """The parts that `and` joins; the expression itself where there is none."""
+    source = " ".join(expression.split())
+    body = ast.parse(source, mode="eval").body
+    return [ast.get_source_segment(source, part) for part in body.values] if isinstance(body, ast.BoolOp) else [source]
+
+
 def left_of_comparison(expression: str) -> str:
     """The left side of `a < b`, or the whole expression where it is no comparison: the number that evidence shows."""
     return re.split(r"[<>]=?", expression)[0].strip()

@@ -10,13 +10,45 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from .arithmetic import Number, agreement, evaluate, left_of_comparison, near, references
+from .arithmetic import Number, agreement, conjuncts, evaluate, left_of_comparison, near, references
 from .ledger import Entry, Ledger, Relation
 from .sources import Missing, Results, SpeedGroup
 
 Status = Literal["matched", "differs", "not measured", "paper inconsistent"]
 STAGES_FOLDER = Path(__file__).resolve().parents[2] / "stages"
 STATUSES: tuple[Status, ...] = ("matched", "differs", "not measured", "paper inconsistent")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's.
+
+    Args:
+        group: the rows that it was taken from.
+        value: the paper's quantity, or whether the statement holds there, DeiT with unfused attention as in the paper.
+        fused: the same with DeiT's fused attention, as a user runs it; None where DeiT is not part of it, or was not measured so.
+        unit: of the quantity.
+        parts: how many of a statement's comparisons were measured, and how many there are.
+    """
+
+    group: SpeedGroup
+    value: float | bool
+    fused: float | bool | None
+    unit: str
+    parts: tuple[int, int]
+
+    def said(self, value: float | bool | None) -> str:
+        """`value`, this one's or its `fused`, in words."""
+        if value is None:
+            return "–"
+        if isinstance(value, bool):
+            measured, all_of_them = self.parts
+            return ("holds" if value else "does not hold") + ("" if measured == all_of_them else f" in the {measured} of {all_of_them} measured")
+        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}"
+
+    def __str__(self) -> str:
+        fused = "" if self.fused is None else f"; against fused DeiT {self.said(self.fused)}"
+        return f"{self.said(self.value)} ({self.group}{fused})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +76,7 @@ class Verdict:
     evidence: str | None = None
     reason: str | None = None
     command: str | None = None
-    elsewhere: tuple[str, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
     sources: tuple[str, ...] = ()
     checks: int = 0
     violations: int = 0
@@ -60,6 +92,11 @@ def judge(ledger: Ledger, results: Results, speed_dtype: str) -> dict[str, Verdi
     """
     bench = _Bench(ledger, results, speed_dtype)
     return {entry.id: bench.verdict(entry) for entry in ledger.entries.values()}
+
+
+def is_of_speed(entry: Entry) -> bool:
+    """Whether ours is read from measured speeds or peaks of memory."""
+    return entry.ours is not None and any(f"{name}(" in entry.ours for name in ("fps", "memory_mib"))
 
 
 def status_counts(verdicts: Mapping[str, Verdict]) -> Counter[Status]:
@@ -202,21 +239,35 @@ class _Bench:
             raise Missing(entry.reason, entry.command)
         return evaluate(entry.ours, lambda name: self._ours(self.ledger.entries[name], group), self._our_functions(group))
 
-    def _our_functions(self, group: SpeedGroup | None) -> dict[str, Callable]:
+    def _our_functions(self, group: SpeedGroup | None, deit: str = "unfused") -> dict[str, Callable]:
         def nothing(*args):
             raise Missing(self.no_speed, f"repro efficiency  # on one {self.ledger.paper.speed_device}")
 
-        speed = {"fps": nothing, "memory_mib": nothing} if group is None else self.results.speed_functions(group)
+        speed = {"fps": nothing, "memory_mib": nothing} if group is None else self.results.speed_functions(group, deit)
         return {**self.results.functions(), **speed, "agrees": self._agrees}
 
-    def _elsewhere(self, entry: Entry) -> Iterator[str]:
-        """`value (device, batch, dtype)` for each other group of rows that has all that the entry needs."""
+    def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
+        """What the entry comes to on each other group of rows that has something of what it needs."""
+        if not is_of_speed(entry):
+            return
+        parts = conjuncts(entry.ours)
         for group in self.other_groups:
+            values = self._decided(parts, group, "unfused")
+            if not values:
+                continue
+            fused = self._decided(parts, group, "fused") if '"unfused"' in entry.ours else []
+            as_one = all if isinstance(values[0], bool) else lambda numbers: float(numbers[0])
+            yield Elsewhere(
+                group=group, value=as_one(values), fused=as_one(fused) if len(fused) == len(values) else None,
+                unit=entry.unit, parts=(len(values), len(parts)),
+            )  # fmt: skip
+
+    def _decided(self, parts: list[str], group: SpeedGroup, deit: str) -> list[Number | bool]:
+        """The values of the parts of which everything was measured."""
+        values = []
+        for part in parts:
             try:
-                value = self._ours(entry, group)
+                values.append(evaluate(part, lambda name: self._ours(self.ledger.entries[name], group), self._our_functions(group, deit)))
             except Missing:
                 continue
-            if isinstance(value, bool):
-                yield f"{'holds' if value else 'does not hold'} ({group})"
-            else:
-                yield f"{float(value):.4g}{entry.unit if entry.unit in '×%' else ''} ({group})"
+        return values

@@ -37,6 +37,6 @@ def _record(verdict: Verdict) -> dict[str, Any]:
     return {
         "id": entry.id, "kind": entry.kind, "place": entry.place, "says": entry.says, "unit": entry.unit, "paper": entry.printed,
         "ours": verdict.ours, "status": verdict.status, "how": verdict.how, "delta": verdict.delta, "evidence": verdict.evidence,
-        "reason": verdict.reason, "command": verdict.command, "elsewhere": list(verdict.elsewhere),
+        "reason": verdict.reason, "command": verdict.command, "elsewhere": list(map(str, verdict.elsewhere)),
         "sources": list(verdict.sources),
     }  # fmt: skip

@@ -132,12 +132,16 @@ class Results:
             "operator": self._operator,
         }
 
-    def speed_functions(self, group: SpeedGroup) -> dict[str, Callable]:
-        """`fps` and `memory_mib` over the rows of one group."""
-        return {
-            "fps": lambda *row: self._speed(group, "throughput_img_per_s", *row),
-            "memory_mib": lambda *row: self._speed(group, "peak_memory_mib", *row),
-        }
+    def speed_functions(self, group: SpeedGroup, deit: str = "unfused") -> dict[str, Callable]:
+        """`fps` and `memory_mib` over the rows of one group; those with `deit` attention stand for the paper's, which are unfused."""
+
+        def read(field: str) -> Callable:
+            def look_up(model: str, side: int, attention: str | None = None) -> float:
+                return self._speed(group, field, model, side, deit if attention == "unfused" else attention)
+
+            return look_up
+
+        return {"fps": read("throughput_img_per_s"), "memory_mib": read("peak_memory_mib")}
 
     def model_key(self, record: Mapping[str, Any], where: str) -> str:
         """`model[option=value,...]`, options in alphabetical order and without defaults."""
@@ -258,7 +262,7 @@ class Results:
         self.used.add("profiles/paper.yaml")
         return value
 
-    def _speed(self, group: SpeedGroup, field: str, model: str, side: int, attention: str | None = None) -> float:
+    def _speed(self, group: SpeedGroup, field: str, model: str, side: int, attention: str | None) -> float:
         found = [
             (_BACKENDS.index(row["backend"]) if row.get("backend") in _BACKENDS else len(_BACKENDS), source.path, row)
             for row, source in self.speed_rows.get(group, [])
@@ -270,6 +274,11 @@ class Results:
         if row is None or row.get(field) is None:
             why = f"{row.get('status')}: {row.get('reason')}" if row else "no such row"
             raise Missing(f"{model} at {side}×{side} on {group}: {why}", "repro efficiency")
+        gates = next(source.metrics for source in self.sources if source.path == path).get("gates", [])
+        for gate in gates:  # a model whose operator is slower than it could be is set beside nothing
+            if model.startswith(f"{gate['family']}_") and (gate["batch"], gate["dtype"]) == (group.batch, group.dtype) and not gate["holds"]:
+                share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
+                raise Missing(f"{gate['operator']} reaches {share}, {gate['at_least_percent']} % are asked for", "repro efficiency")
         self.used.add(path)
         return row[field]
 

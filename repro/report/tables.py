@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .claims import STATUSES, Status, Verdict, decimals, status_counts
+from .claims import STATUSES, Status, Verdict, decimals, is_of_speed, status_counts
 from .ledger import Claim, Entry, Ledger, Table
 from .sources import Results, Source, SpeedGroup
 
@@ -40,6 +40,7 @@ def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results,
         _summary(verdicts),
         _headlines(ledger, verdicts),
         *(_table(table, verdicts) for table in ledger.tables),
+        _efficiency_claims(ledger, verdicts),
         _efficiency(results),
         _mini(results),
         _claims(ledger, verdicts),
@@ -121,6 +122,28 @@ def _marks(verdict: Verdict) -> str:
     if compared == "≠" and verdict.delta is not None:
         compared = f"≠ ({_signed(verdict.delta, verdict)})"
     return f"⚠ {compared}" if verdict.status == "paper inconsistent" else compared
+
+
+def _efficiency_claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
+    """Every claim of the paper on cost, and what it comes to: counted, on the paper's device, and on each of ours."""
+    rows = []
+    for claim in ledger.claims:
+        for verdict in (verdicts[entry.id] for entry in claim.entries):
+            counted = any(f"{name}(" in (verdict.entry.ours or "") for name in ("complexity", "macs_g", "operator"))
+            if not counted and not is_of_speed(verdict.entry):
+                continue
+            about = [claim.place, claim.says, _key(claim, verdict) + (verdict.entry.printed or "")]
+            if verdict.ours is not None:
+                rows.append([*about, ", ".join(verdict.sources), f"{_ours(verdict)} {_marks(verdict)}", "–"])
+            rows += [[*about, each.group, each.said(each.value), each.said(each.fused)] for each in verdict.elsewhere]
+            if verdict.ours is None and not verdict.elsewhere:
+                rows.append([*about, "–", verdict.reason, "–"])
+    head = ["where", "the paper says", "number", "measured on, or counted in", "as in the paper: unfused DeiT", "fused DeiT"]
+    return (
+        "## The paper's efficiency claims, here\n\n"
+        "The paper's DeiT has unfused attention; today's users run the fused one, so both stand here. Speed of another device than\n"
+        "the paper's says what holds on that device.\n\n" + _grid(head, rows)
+    )
 
 
 def _efficiency(results: Results) -> str:
@@ -256,7 +279,7 @@ def _claim_grid(claims: Iterable[Claim], verdicts: Mapping[str, Verdict], *, rea
     rows = []
     for claim in claims:
         own = [verdicts[entry.id] for entry in claim.entries]
-        elsewhere = [f"{_key(claim, v)}{', '.join(v.elsewhere)}" for v in own if v.elsewhere]
+        elsewhere = [f"{_key(claim, v)}{', '.join(map(str, v.elsewhere))}" for v in own if v.elsewhere]
         notes = {f"elsewhere: {', '.join(elsewhere)}": None} if elsewhere else {}
         if reasons:
             notes |= dict.fromkeys(v.reason for v in own if v.status == "not measured")

@@ -348,6 +348,55 @@ def test_schedule_is_linear_warm_up_then_cosine():
             assert group["lr"] == pytest.approx(expected / 2, rel=1e-9), step
 
 
+@pytest.mark.parametrize(
+    ("more", "base"),
+    [
+        ({"schedule": "poly"}, lambda step: 1 - step / 70),
+        ({"schedule": "step", "milestones": (6, 9)}, lambda step: 1.0 if step < 42 else 0.1 if step < 63 else 0.01),
+    ],
+)
+def test_schedules_of_the_dense_tasks(more, base):
+    """mmengine's chained schedulers: base(s) times, in the warm-up of w steps, 1 - (1 - s/w)(1 - ratio)."""
+    params = OptimParams(lr=1e-4, warmup_lr=1e-7, warmup_steps=50, lr_batch_size=16, **more)
+    optimizer = build_optimizer(nn.Linear(2, 2), params, batch_size=32)
+    schedule = build_schedule(optimizer, params, 32, epochs=10, steps_per_epoch=7)
+    for step in range(71):
+        schedule.step_update(step)
+        warm = 1 - (1 - step / 50) * (1 - 1e-3) if step < 50 else 1.0
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(2e-4 * base(step) * warm, rel=1e-9), step
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [({"schedule": "step"}, "milestones"), ({"milestones": (8,)}, "milestones"), ({"warmup_steps": 5}, "warmup_steps")],
+)
+def test_schedules_that_mean_nothing_are_refused(more, what):
+    with pytest.raises(ValueError, match=what):
+        OptimParams(lr=1e-4, **more)
+
+
+def test_rates_decay_by_layer():
+    """timm's rule: the stem is layer 0, block i layer i + 1, what no pattern names the last; each layer's rate is the next one's times 0.5."""
+
+    class Layered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.blocks, self.top = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), nn.Linear(2, 2)
+
+        def group_matcher(self, coarse=False):
+            return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
+
+    model = Layered()
+    params = OptimParams(lr=1.0, lr_batch_size=1, schedule="poly", layer_decay=0.5)
+    optimizer = build_optimizer(model, params, batch_size=1)
+    build_schedule(optimizer, params, 1, epochs=1, steps_per_epoch=4).step_update(1)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    expected = [(model.stem, 1 / 16), *((block, 2.0**i / 8) for i, block in enumerate(model.blocks)), (model.top, 1.0)]
+    for layer, factor in expected:
+        assert rates[id(layer.weight)] == rates[id(layer.bias)] == pytest.approx(0.75 * factor)
+
+
 def test_weight_decay_groups():
     model = Regression().model
     decayed = {id(p) for group in build_optimizer(model, OPTIM, 8).param_groups if group["weight_decay"] for p in group["params"]}

@@ -75,6 +75,10 @@ def test_efficiency_measures_both_kinds_of_attention(tmp_path):
     flops = 2 * 2 * (3 * 40 * 64**2 + 2 * (16**2 + 16**2 + 8**2) * 64)
     assert op["op_gflop_per_s"] == pytest.approx(flops / 1e9 / (op["op_ms"] / 1e3))
     assert op["matmul_gflop_per_s"] == pytest.approx(2 * 64**3 / 1e9 / (op["matmul_ms"] / 1e3))
+    # the op keeps its inputs, which are q, k, v (40 tokens, one head of 64), lr, 16 factors, W0 and three vectors, and one state, in fp32
+    assert op["kept_kernel_mib"] == pytest.approx(4 * (3 * 40 * 64 + 40 + 16 + 64**2 + 3 * 64 + 64**2 + 64) / 2**20)
+    assert op["kept_reference_mib"] > 4 * 3 * 64**2 / 2**20  # the equations keep a state for each of three chunks
+    assert op["memory_reference_over_kernel"] == pytest.approx(op["kept_reference_mib"] / op["kept_kernel_mib"])
     # nothing was measured at 1280, so nothing is claimed there
     for name in ("speedup_at_1280", "memory_saved_at_1280_percent"):
         assert metrics[name]["T"]["vs_deit_fused"] is None and "1280" in metrics[name]["T"]["vs_deit_fused_reason"]

@@ -55,13 +55,13 @@ class Checkout:
                    "val_images": val_images, "epochs": epochs, "params": 7}  # fmt: skip
         self.record(f"pretrain/{cell}", metrics)
 
-    def speed(self, *rows: dict, device: str, path: str = "efficiency") -> None:
+    def speed(self, *rows: dict, device: str, path: str = "efficiency", **more: object) -> None:
         """Efficiency rows; each may override the defaults of a good 1280×1280 row."""
         usual = {"options": {}, "attention": None, "attention_reason": "no softmax attention", "resolution": [1280, 1280],
                  "batch": 64, "dtype": "fp16", "device": device, "backend": "triton", "mode": "infer", "params": 7, "macs_g": 1.0,
                  "latency_ms": 10.0, "latency_ms_ci95": [9.0, 11.0], "throughput_img_per_s": 100.0, "peak_memory_mib": 1000.0,
                  "status": "ok", "samples_ms": []}  # fmt: skip
-        self.record(path, {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}}, device)
+        self.record(path, {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}, device)
 
     def results(self) -> Results:
         return Results(self.paths, self.ledger.default_options, self.ledger.own_families)

@@ -224,7 +224,32 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
     verdict = checkout.judge()[SPEEDUP]
     assert (verdict.status, verdict.ours) == ("not measured", None)
     assert "one L40S at batch 64" in verdict.reason
-    assert verdict.elsewhere == (f"1.25× ({checkout.CPU}, batch 1, fp32)", f"2× ({checkout.H200}, batch 64, fp16)")
+    assert [str(each) for each in verdict.elsewhere] == [f"1.25× ({checkout.CPU}, batch 1, fp32)", f"2× ({checkout.H200}, batch 64, fp16)"]
+
+
+def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
+    checkout.speed(*pair(throughput_img_per_s=50.0), {"model": DEIT, "attention": "fused", "throughput_img_per_s": 125.0}, device=checkout.H200)
+    (found,) = checkout.judge()[SPEEDUP].elsewhere
+    assert (found.value, found.fused) == (2.0, 0.8)
+    assert str(found) == f"2× ({checkout.H200}, batch 64, fp16; against fused DeiT 0.8×)"
+
+
+def test_a_statement_is_judged_by_the_comparisons_that_were_measured(checkout):
+    tiny = [{"model": VITTT}, {"model": DEIT, "attention": "unfused", "throughput_img_per_s": 150.0}]
+    tiny += [{"model": DEIT, "attention": "fused", "throughput_img_per_s": 50.0}]
+    checkout.speed(*[row | {"resolution": [224, 224]} for row in tiny], device=checkout.H200)
+    (found,) = checkout.judge()["text.5_3.deit_faster_224"].elsewhere
+    assert found.said(found.value) == "holds in the 1 of 3 measured" and found.said(found.fused) == "does not hold in the 1 of 3 measured"
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_model_whose_operator_is_too_slow_is_set_beside_nothing(checkout, holds):
+    rows = [{"model": name, "resolution": [side, side]} for name in (VITTT, "vim_tiny_patch16_224") for side in (224, 1280)]
+    rows = [row | {"throughput_img_per_s": 100.0 if "vittt" in row["model"] else 50.0} for row in rows]
+    gate = {"family": "vim", "batch": 64, "dtype": "fp16", "operator": "scan", "share_of_copy_percent": 35.0, "at_least_percent": 30, "holds": holds}
+    checkout.speed(*rows, device=checkout.H200, gates=[gate])
+    found = checkout.judge()["text.5_3.faster_than_vim"].elsewhere
+    assert [each.said(each.value) for each in found] == (["holds in the 2 of 6 measured"] if holds else [])
 
 
 def test_speed_on_the_papers_device_is_compared(checkout):

@@ -90,7 +90,8 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     from repro.core.config import load_section
     from repro.core.paths import Paths
     from repro.engine.checkpoint import Checkpointer
-    from stages.pretrain import PretrainParams, state_folder
+    from stages.pretrain import PretrainParams
+    from stages.training import state_folder
 
     folder = state_folder(load_section(PretrainParams, Path("params.yaml"), "pretrain", "nano"), Paths(checkout), "pretrain", "nano")
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})

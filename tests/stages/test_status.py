@@ -7,7 +7,8 @@ import pytest
 
 from repro.core.config import load_section
 from repro.core.paths import Paths
-from stages.pretrain import PretrainParams, state_folder
+from stages.pretrain import PretrainParams
+from stages.training import state_folder
 from stages.status import run
 
 DVC_YAML = """
