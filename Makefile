@@ -58,7 +58,7 @@ setup:
 	recent $(VENV)/bin/python || fail "$(VENV) has a Python older than 3.11; remove it"; \
 	[ -z "$$state$$python" ] || echo installing > $(STATE); \
 	echo "make: installing into $(VENV); some minutes, once"; \
-	{ $(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.lock && \
+	{ $(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r requirements.lock && \
 		$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .; } || \
 		fail "the installation failed, see above; the same command tries again"; \
 	echo "$$wanted" > $(STATE).new; mv $(STATE).new $(STATE)

@@ -15,12 +15,15 @@ VERBS = {
     "complexity": "complexity",
     "pretrain": "pretrain",
     "baselines": "baselines",
+    "detect": "detect",
+    "segment": "segment",
     "efficiency": "efficiency",
     "report": "report",
     "evaluate": "evaluate",
     "status": "status",
     "doctor": "doctor",
     "plan": "plan",
+    "predict": "predict",
 }
 GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data", "selftest": "selftest"}
 

@@ -1,4 +1,4 @@
-"""`repro complexity`: parameters and multiply-adds of Table 1's models, of the ablations and of Fig. 1 and 6."""
+"""`repro complexity`: parameters and multiply-adds of the models of Table 1 to 4 (of Table 2 with adapters) and of Fig. 1 and 6."""
 
 import csv
 import dataclasses
@@ -15,6 +15,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record, write_text
 
 SAVED_AT = 1280  # the side at which the paper states what Vittt saves (Fig. 1)
+ADAPTER = "vit_adapter"  # the model of an adapter's rows, whose option `backbone` is what it is around
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,16 +42,37 @@ class SizePair:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSize:
+    """An image in pixels, both sides multiples of 32."""
+
+    height: int = bounded(ge=32)
+    width: int = bounded(ge=32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterRows:
+    """Rows of Table 2: every backbone with its ViT-Adapter, without neck and head, on images of every size."""
+
+    backbones: tuple[str, ...] = ()
+    images: tuple[ImageSize, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        return ((name, (image.height, image.width)) for name, image in itertools.product(self.backbones, self.images))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ComplexityParams:
     """The `complexity:` section.
 
     Args:
         sizes: letter of a size (T, S, B) -> the two models whose multiply-adds are compared at 1280 x 1280 (SAVED_AT).
         groups: the rows.
+        adapters: the rows with an adapter.
     """
 
     sizes: dict[str, SizePair]
     groups: tuple[RowGroup, ...]
+    adapters: AdapterRows = AdapterRows()
 
 
 def command() -> None:
@@ -62,46 +84,53 @@ def command() -> None:
 def run(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
-    metrics: `rows` {row id: {model, options, resolution, params, params_m, macs_g, method}}; `saved_at_1280_percent`, the MACs
-    that Vittt saves against its baseline by size; `dwconv_params_m`, what the 3x3 depth-wise convolution adds by size.
+    metrics: `rows` {row id: {model, options, resolution, params, params_m, macs_g, method}}, with an adapter also
+    `macs_g_paper_convention`, see `repro.measure.adapted`; `saved_at_1280_percent`, the MACs that Vittt saves against its baseline
+    by size; `dwconv_params_m`, what the 3x3 depth-wise convolution adds by size.
 
     Raises:
         UserError: an unknown model or option, or a resolution that a model refuses.
     """
+    from repro.measure.adapted import AdaptedCost, adapted_cost
     from repro.measure.flops import cost, saved_percent
     from repro.measure.speed import row_id
 
     started = time.monotonic()
 
     @functools.cache
-    def count(model: str, options: tuple[tuple[str, str | int], ...], side: int):
+    def count(model: str, options: tuple[tuple[str, str | int], ...], resolution: tuple[int, int]):
         try:
-            return cost(model, dict(options), (side, side))
+            if model == ADAPTER:
+                return adapted_cost(dict(options)["backbone"], resolution)
+            return cost(model, dict(options), resolution)
         except (TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"complexity: {row_id(model, dict(options), (side, side))}: {error}") from None
+            raise UserError(f"complexity: {row_id(model, dict(options), resolution)}: {error}") from None
 
     rows, terms = {}, []
-    for model, options, side in _progress(list(_wanted(params.groups))):
-        result = count(model, options, side)
-        name = row_id(model, dict(options), (side, side))
+    for model, options, resolution in _progress(list(wanted(params))):
+        result = count(model, options, resolution)
+        name = row_id(model, dict(options), resolution)
         rows[name] = {
-            "model": model, "options": dict(options), "resolution": [side, side], "params": result.params,
+            "model": model, "options": dict(options), "resolution": list(resolution), "params": result.params,
             "params_m": round(result.params / 1e6, 3), "macs_g": result.macs_g, "method": result.method,
         }  # fmt: skip
-        for kind, parts in (("params", result.param_terms), ("macs", result.mac_terms)):
-            terms.extend([name, kind, term, value] for term, value in parts.items() if value)
+        kinds = {"params": result.param_terms, "macs": result.mac_terms}
+        if isinstance(result, AdaptedCost):
+            rows[name]["macs_g_paper_convention"] = result.macs_g_paper_convention
+            kinds["macs_paper_convention"] = result.paper_terms
+        terms.extend([name, kind, term, value] for kind, parts in kinds.items() for term, value in parts.items() if value)
     saved, dwconv = {}, {}
     for size, pair in params.sizes.items():
-        ours, baseline = (count(model, (), SAVED_AT) for model in (pair.vittt, pair.baseline))
+        ours, baseline = (count(model, (), (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
         if "dwconv" not in ours.param_terms:
             raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
         saved[size] = saved_percent(ours.macs, baseline.macs)
         dwconv[size] = ours.param_terms["dwconv"] / 1e6
 
     folder = paths.results / "complexity"
-    columns = ["row", "model", "resolution", "params_m", "macs_g", "method"]
-    table = [[name, r["model"], r["resolution"][0], r["params_m"], r["macs_g"], r["method"]] for name, r in rows.items()]
-    write_text(folder / "rows.csv", _csv([columns, *table]))
+    columns = ["row", "model", "resolution", "params_m", "macs_g", "method", "macs_g_paper_convention"]
+    table = [{**r, "row": name, "resolution": name.rpartition("@")[2]} for name, r in rows.items()]
+    write_text(folder / "rows.csv", _csv([columns, *([r.get(column) for column in columns] for r in table)]))
     write_text(folder / "terms.csv", _csv([["row", "kind", "term", "value"], *terms]))
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     identity = make_identity(
@@ -112,10 +141,13 @@ def run(params: ComplexityParams, paths: Paths) -> None:
     print(f"complexity: {len(rows)} rows; MACs saved at {SAVED_AT}: {savings}")
 
 
-def _wanted(groups: tuple[RowGroup, ...]) -> Iterator[tuple[str, tuple[tuple[str, str | int], ...], int]]:
-    for group in groups:
+def wanted(params: ComplexityParams) -> Iterator[tuple[str, tuple[tuple[str, str | int], ...], tuple[int, int]]]:
+    """Model, options and (H, W) of every row."""
+    for group in params.groups:
         for model, side, *values in itertools.product(group.models, group.resolutions, *group.vary.values()):
-            yield model, tuple(zip(group.vary, values, strict=True)), side
+            yield model, tuple(zip(group.vary, values, strict=True)), (side, side)
+    for backbone, resolution in params.adapters:
+        yield ADAPTER, (("backbone", backbone),), resolution
 
 
 def _progress(rows: list):

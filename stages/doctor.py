@@ -151,7 +151,7 @@ def _parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Iterator
             yield "note", key, f"{state}; no prepare_data cell uses it"
         elif there:
             yield "ok", key, f"{state}, used by {used}"
-        elif kind in runtime.data_roots and any(cells[cell].generate for cell in users):
+        elif kind in runtime.data_roots and any(cells[cell].embedded for cell in users):
             yield "note", key, f"{state} yet; `repro prepare-data` writes it for {used}"
         else:
             yield "error", key, f"{state}, and {used} needs it: lay the data out as docs/data.md says, and set {key}"

@@ -316,6 +316,8 @@ def _from_file(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
 
     path = asked.weights
     metadata = read_metadata(path)
+    if "task" in metadata:
+        raise UserError(f"{path}: holds a model that can {metadata['task']['name']}, no classifier; its own stage evaluates it")
     name = asked.models[0] if asked.models else metadata["model"]
     trained = metadata["preprocessing"]["input_size"][-1]
 

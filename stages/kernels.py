@@ -20,9 +20,10 @@ app = typer.Typer(help="Prove and measure the Triton kernels.", no_args_is_help=
 DOCS, BENCH_BLOCK, RESOURCES_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources"
 NO_GPU = "measured: nothing, for want of a GPU (`repro kernels bench`)"
 # what a row says of its sizes -> how a line prints it
-SIZES = {"tokens": "T", "heads": "heads", "head_dim": "D", "chunk_size": "chunk", "channels": "channels", "state_dim": "states"}
+SIZES = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk", "channels": "channels"}
+SIZES |= {"state_dim": "states"}
 
-Op = Annotated[str | None, typer.Option("--op", help="One operator alone: ttt_linear, selective_scan or bi_wkv.")]
+Op = Annotated[str | None, typer.Option("--op", help="One operator alone: ttt_linear, selective_scan, bi_wkv or ms_deform_attn.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,8 @@ def times_table(rows: Iterable[dict[str, Any]]) -> str:
     cells: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         width = "heads" if "heads" in row else "channels"
-        cells.setdefault((row[width], row["tokens"], row["passes"], row["batch"]), {})[row["implementation"]] = row
+        tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
+        cells.setdefault((row[width], tokens, row["passes"], row["batch"]), {})[row["implementation"]] = row
     names = list(dict.fromkeys(name for found in cells.values() for name in found))
     lines = [f"| {width} | T | passes | {' | '.join(names)} | share of copy | peak MiB |", "|" + "---|" * (len(names) + 5)]
     for (size, tokens, passes, _), found in cells.items():

@@ -6,7 +6,6 @@ Hours of a training cell = epochs · training images / throughput of one GPU. It
 
 import dataclasses
 import difflib
-import itertools
 import shutil
 from typing import Annotated
 
@@ -21,13 +20,16 @@ from repro.report.ledger import load_ledger
 from repro.report.sources import Results
 from repro.report.training import Rates, parse_rates
 
-from .complexity import ComplexityParams
+from .complexity import ADAPTER, ComplexityParams, wanted
+from .detect import DetectParams
 from .efficiency import EfficiencyParams
 from .prepare_data import PrepareData
 from .pretrain import PretrainParams
 from .profile import active, names
+from .segment import SegmentParams
 
 TRAINING = ("pretrain", "baselines")
+DENSE = {"detect": DetectParams, "segment": SegmentParams}
 KNOWN_GB = {"imagenet": 150, "coco": 20, "ade20k": 1}  # unpacked, once the archives are removed
 
 
@@ -96,6 +98,7 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
         return {cell: load_section(cls, file, stage, cell) for cell in section_keys(file, stage)} if sections.get(stage) else {}
 
     data, trained = cells("prepare_data", PrepareData), {stage: cells(stage, PretrainParams) for stage in TRAINING}
+    dense = {stage: cells(stage, cls) for stage, cls in DENSE.items()}
     every = [params for of_stage in trained.values() for params in of_stage.values()]
     known = {key for p in every for key in (p.model, results.model_key(vars(p), p.model))}
     for name in sorted(rates.given.keys() - known):
@@ -108,6 +111,8 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
             rows += [_data_row(paths, cell, params) for cell, params in data.items()]
         elif stage in TRAINING:
             rows += [_training_row(paths, results, rates, stage, cell, params, data) for cell, params in trained[stage].items()]
+        elif stage in DENSE:
+            rows += [_dense_row(paths, results, rates, stage, cell, params, data) for cell, params in dense[stage].items()]
         elif stage == "complexity":
             rows.append(_complexity_row(load_section(ComplexityParams, file, stage), results))
         elif stage == "efficiency":
@@ -160,12 +165,45 @@ def _training_row(
     )
 
 
+def _dense_row(
+    paths: Paths, results: Results, rates: Rates, stage: str, cell: str, params: DetectParams | SegmentParams, data: dict
+) -> Row:
+    """As `_training_row`; the hours are at least those of the backbone with its adapter, at the size that is evaluated."""
+    from repro.measure.adapted import adapted_cost
+
+    if params.data not in data:
+        raise UserError(f"{stage}.{cell}.data: {params.data} is no cell of prepare_data")
+    prepared = data[params.data]
+    manifest = _manifest(paths, params.data)
+    passes = manifest.splits["train"].images if manifest else prepared.expected.train
+    images = params.epochs * (params.steps_per_epoch * params.batch_size if params.steps_per_epoch else passes)
+    if isinstance(params, SegmentParams):
+        size = (params.transform.crop_size,) * 2
+    else:
+        size = (params.transform.min_size[-1], params.transform.max_size)
+    try:
+        counted = adapted_cost(params.model, tuple(-(-side // 32) * 32 for side in size))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"{stage}.{cell}: {error}") from None
+    key = results.model_key(vars(params), params.model)
+    speed = rates.speed(results, f"{stage} {params.model}", f"{stage} {key}", counted.macs)  # a speed of pretraining is none of this
+    return Row(
+        command=f"dvc repro {stage}@{cell}",
+        gpu_hours=images / speed.img_per_s / 3600,
+        disk_gb=None,
+        basis=f"at least, without the heads: {images:,} images at {speed.img_per_s:,.0f} img/s, {speed.how}",
+        note=speed.note,
+        gives=frozenset({("accuracy", prepared.kind, key)}),
+    )
+
+
 def _complexity_row(params: ComplexityParams, results: Results) -> Row:
+    from repro.measure.speed import row_id
+
     counted = frozenset(
-        (kind, f"{results.model_key({'model': model, 'options': dict(zip(group.vary, values, strict=True))}, model)}@{side}", "")
-        for group in params.groups
-        for model, side, *values in itertools.product(group.models, group.resolutions, *group.vary.values())
-        for kind in ("params_m", "macs_g")
+        (kind, row_id(results.model_key({"model": model, "options": dict(options)}, model), {}, resolution), "")
+        for model, options, resolution in wanted(params)
+        for kind in ("params_m", "macs_g_paper_convention" if model == ADAPTER else "macs_g")
     )
     return Row(command="dvc repro complexity", gpu_hours=0.0, disk_gb=0.0, basis="CPU only, under a minute", gives=counted)
 

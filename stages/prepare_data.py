@@ -1,4 +1,4 @@
-"""Stage prepare_data: check a data set, or write the embedded one, and record it as a manifest that later stages depend on."""
+"""Stage prepare_data: check a data set, or write an embedded one, and record it as a manifest that later stages depend on."""
 
 import dataclasses
 import time
@@ -10,7 +10,7 @@ from repro.core.config import load_section, section_keys
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, load_runtime
-from repro.data.settings import DigitsSettings, ExpectedCounts
+from repro.data.settings import DigitsSettings, ExpectedCounts, ScenesSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,24 +18,32 @@ class PrepareData:
     """One cell of the `prepare_data` section. The root is `runtime.data_roots.<kind>`.
 
     Args:
-        kind: `digits` is written by this stage, `imagenet` must be there.
+        kind: `digits` and `scenes` are written by this stage, the others must be there.
         expected: what the data set must hold.
         generate: how `digits` is written; only there.
+        draw: how `scenes` is written; only there.
     """
 
-    kind: Literal["digits", "imagenet"]
+    kind: Literal["digits", "imagenet", "scenes", "coco", "ade20k"]
     expected: ExpectedCounts
     generate: DigitsSettings | None = None
+    draw: ScenesSettings | None = None
 
     def __post_init__(self) -> None:
-        if (self.kind == "digits") != (self.generate is not None):
-            raise ValueError("generate: needed for kind digits, and for no other")
+        for key, kind in (("generate", "digits"), ("draw", "scenes")):
+            if (self.kind == kind) != (getattr(self, key) is not None):
+                raise ValueError(f"{key}: needed for kind {kind}, and for no other")
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this stage writes the data set."""
+        return self.kind in ("digits", "scenes")
 
 
 def command(
     cell: Annotated[str | None, typer.Option(help="One cell of the `prepare_data:` section; all of them without it.")] = None,
 ) -> None:
-    """Check a data set, or write the embedded one, and record its manifest."""
+    """Check a data set, or write an embedded one, and record its manifest."""
     paths = find_root()
     runtime = load_runtime(paths)
     for name in [cell] if cell else section_keys(paths.params, "prepare_data"):
@@ -48,17 +56,23 @@ def run(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
     Raises:
         UserError: the data set is missing, badly laid out or not what `expected` says.
     """
+    from repro.data.dense import build_dense_manifest
     from repro.data.digits import write_digits
     from repro.data.manifest import build_manifest, check_expected, write_manifest
+    from repro.data.scenes import write_scenes
     from repro.data.tree import scan_tree
 
     started = time.monotonic()
     root = runtime.data_root(paths, params.kind)
     if params.generate is not None:
         write_digits(root, params.generate)
-    tree = scan_tree(root, params.kind)
-    check_expected(tree, params.expected, f"prepare_data.{cell}.expected")
-    manifest = build_manifest(tree, params.kind, params.generate)
+    if params.draw is not None:
+        write_scenes(root, params.draw)
+    if params.kind in ("digits", "imagenet"):
+        manifest = build_manifest(scan_tree(root, params.kind), params.kind, params.generate)
+    else:
+        manifest = build_dense_manifest(root, params.kind, params.draw)
+    check_expected(manifest, root, params.expected, f"prepare_data.{cell}.expected")
     folder = paths.cell("prepare_data", cell)
     write_manifest(folder / "manifest.json", manifest)
     metrics = {

@@ -9,8 +9,12 @@ from repro.core.config import load_section
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 
+from .detect import DetectParams
 from .pretrain import PretrainParams
+from .segment import SegmentParams
 from .training import state_folder
+
+TRAINED = {"pretrain": PretrainParams, "baselines": PretrainParams, "detect": DetectParams, "segment": SegmentParams}
 
 
 def command() -> None:
@@ -63,10 +67,10 @@ def run(paths: Paths) -> list[tuple[str, str, str]]:
 def _saved_state(paths: Paths, name: str) -> Path | None:
     """The newest saved state of a training cell, for its parameters and its data as they are now."""
     stage, _, cell = name.partition("@")
-    if stage not in ("pretrain", "baselines"):
+    if stage not in TRAINED:
         return None
     try:
-        folder = state_folder(load_section(PretrainParams, paths.params, stage, cell), paths, stage, cell)
+        folder = state_folder(load_section(TRAINED[stage], paths.params, stage, cell), paths, stage, cell)
     except (UserError, OSError):  # parameters or data that no run can have started with
         return None
     return max(folder.glob("step_*.pt"), default=None)

@@ -97,9 +97,17 @@ def test_triton_is_imported_by_triton_files_and_their_tools_alone():
     assert all(Path(name).name.startswith("triton_") or "/tools/" in name for name in users if "triton" in by[name])
 
 
+def test_mmsegmentation_is_imported_in_one_place():
+    """It is slow to import, prints meanwhile, and must not be needed for anything else."""
+    theirs = {"mmseg", "mmcv", "mmengine", "cv2"}
+    modules = [path for package in ALLOWED for path in sources(package)]
+    users = {path.relative_to(ROOT).as_posix() for path in modules if theirs & {name.split(".")[0] for name in imported(path, "")}}
+    assert users == {"repro/tasks/segmentation/openmmlab.py"}
+
+
 def test_only_the_mixers_reach_the_kernels_from_the_models():
     users = {p.name for p in sources("repro.models") if any(name.split(".")[0] == "kernels" for name in imported(p, "repro.models"))}
-    assert users == {"ttt_mixer.py", "vim.py", "vrwkv.py"}
+    assert users == {"adapter.py", "ttt_mixer.py", "vim.py", "vrwkv.py"}
 
 
 def test_nothing_names_a_machine_or_a_package_index():

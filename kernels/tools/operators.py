@@ -2,7 +2,8 @@
 
 A module of cases has:
 
-    NAME                its name; triton_fwd, triton_bwd: the modules of its kernels; OP: the function that a layer calls
+    NAME                its name; triton_fwd, triton_bwd: the modules of its kernels
+    OP                  the function that a layer calls, of INPUTS, which are tensors, and a backend
     Sizes               a frozen dataclass of one shape, with `bytes(passes)` and `flop(passes)`
 
     draw(seed, sizes, device)      its inputs and a gradient of its output, fp64, of values that the low precisions have
@@ -26,6 +27,7 @@ A module of cases has:
 
 from types import ModuleType
 
-from . import bi_wkv_cases, selective_scan_cases, ttt_linear_cases
+from . import bi_wkv_cases, ms_deform_attn_cases, selective_scan_cases, ttt_linear_cases
 
-OPERATORS: dict[str, ModuleType] = {cases.NAME: cases for cases in (ttt_linear_cases, selective_scan_cases, bi_wkv_cases)}
+_ALL = ttt_linear_cases, selective_scan_cases, bi_wkv_cases, ms_deform_attn_cases
+OPERATORS: dict[str, ModuleType] = {cases.NAME: cases for cases in _ALL}

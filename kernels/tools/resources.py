@@ -31,7 +31,7 @@ class Compilation:
     """A kernel as it is launched at one size, in one dtype and config.
 
     name: of the kernel in the record. kernel: the jitted function. operands: its pointers to tensors of `dtype`; the others are
-    fp32. scalars: types of arguments that are neither pointers nor i32. constants: compile-time ones but for the config's. sizes:
+    fp32. types: of arguments that are neither such pointers nor i32. constants: compile-time ones but for the config's. sizes:
     those that belong into the record. default: whether it is the config that runs untuned.
     """
 
@@ -42,16 +42,16 @@ class Compilation:
     config: triton.Config
     dtype: str
     sizes: Mapping[str, Any]
-    scalars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default: bool = True
 
     def read(self, target: int) -> dict[str, Any]:
         """Compile it for sm_`target`, and read its binary: the last five keys of a row."""
-        types = {argument: "i32" for argument in self.kernel.arg_names} | dict(self.scalars)
+        types = {argument: "i32" for argument in self.kernel.arg_names}
         for argument in self.kernel.arg_names:
             if argument.endswith("_ptr"):
                 types[argument] = "*" + (self.dtype if argument.removesuffix("_ptr") in self.operands else "fp32")
-        return machine_code(self.kernel, types, {**self.constants, **self.config.kwargs}, target, options(self.config))
+        return machine_code(self.kernel, types | self.types, {**self.constants, **self.config.kwargs}, target, options(self.config))
 
 
 def source_hash(cases: ModuleType) -> str:

@@ -282,7 +282,7 @@ def compilation(name: str, dtype: str, chunk_size: int = 16, width: int = 64, nu
         name=name,
         kernel=kernel,
         operands=("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "tiles", "squares"),
-        scalars={"eps": "fp32"},
+        types={"eps": "fp32"},
         constants=triton_fwd.constants(width, chunk_size) | own,
         config=module.configs(DTYPES[dtype], chunk_size, width)[number],
         dtype=dtype,

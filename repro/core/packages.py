@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 Line = tuple[str, str, str]  # ok, note, warning or error; what it is about; what was found and, where something is amiss, the fix
-INSTALL = "python -m pip install -r requirements.lock"
+INSTALL = "python -m pip install --no-deps -r requirements.lock"
 REINSTALL = "python -m pip install --no-deps -e ."
 # what `repro segment` needs: the maintained continuation of OpenMMLab's packages, under the same import names
 MMSEG = {"onedl-mmsegmentation": "1.4.2", "onedl-mmcv": "2.3.6", "onedl-mmengine": "0.10.12"}
@@ -20,7 +20,6 @@ MMSEG_CLASHES = {
     "mmsegmentation": "onedl-mmsegmentation", "mmcv": "onedl-mmcv", "mmcv-full": "onedl-mmcv", "mmcv-lite": "onedl-mmcv",
     "mmengine": "onedl-mmengine", "mmengine-lite": "onedl-mmengine",
 }  # fmt: skip
-MMSEG_INSTALL = "python -m pip install " + " ".join(f"{name}=={version}" for name, version in MMSEG.items())
 
 
 def version(name: str) -> str | None:
@@ -80,17 +79,13 @@ def check_lock(lock: Path) -> Iterator[Line]:
 
 def check_mmseg() -> Iterator[Line]:
     """The three packages of `repro segment`, and other distributions that write into the same import names."""
-    found = {name: version(name) for name in MMSEG}
-    if not any(found.values()):
-        yield "note", "mmseg", f"not installed; needed by repro segment only: {MMSEG_INSTALL}"
-    else:
-        for name, pin in MMSEG.items():
-            fits = found[name] == pin
-            amiss = f"{found[name] or 'not installed'}, repro segment is tested with {pin}: {MMSEG_INSTALL}"
-            yield ("ok" if fits else "warning"), name, (pin if fits else amiss)
+    for name, pin in MMSEG.items():
+        found = version(name)
+        amiss = f"{found or 'not installed'}, repro segment is tested with {pin}: {INSTALL}"
+        yield ("ok" if found == pin else "warning"), name, (pin if found == pin else amiss)
     for name, ours in MMSEG_CLASHES.items():
         if other := version(name):  # removing it also removes the files that ours has in the same folder
-            fix = f"python -m pip uninstall {name}, then {MMSEG_INSTALL} --force-reinstall --no-deps"
+            fix = f"python -m pip uninstall {name}, then python -m pip install --force-reinstall --no-deps {ours}=={MMSEG[ours]}"
             yield "error", name, f"{other} has the import name of {ours}, and one overwrites the other: {fix}"
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from . import dense
+from .ade20k import FOLDERS
 from .check import Depth, Report, choose, inspect, list_folder, of_all, reason
 from .check_tree import image_size
-from .tree import EXTENSIONS, Source
+from .tree import EXTENSIONS, SPLITS, Source
 
 _RENEW_COCO = "unpack annotations_trainval2017.zip again"
 _ADE_RELEASE = (
@@ -42,12 +44,12 @@ class CocoCounts:
 
 
 COCO_2017 = CocoCounts(
-    images={"train2017": 118_287, "val2017": 5_000},
+    images={f"{split}2017": getattr(dense.COCO_2017, split) for split in SPLITS},
     instances={"train2017": 860_001, "val2017": 36_781},
     empty_boxes={"train2017": 2, "val2017": 0},
     category_ids=frozenset(range(1, 91)) - {12, 26, 29, 30, 45, 66, 68, 69, 71, 83},
 )
-ADE20K = {"training": 20_210, "validation": 2_000}
+ADE20K = {FOLDERS[split]: getattr(dense.ADE20K, split) for split in SPLITS}
 
 
 def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts = COCO_2017) -> None:
@@ -133,7 +135,7 @@ def _check_categories(categories: list, name: str, report: Report, known: frozen
         report.ok(f"{name}: {len(ids)} categories, ids of {min(known)}..{max(known)}")
         return
     unknown, missing = (sorted(map(str, some)) for some in (ids - known, known - ids))
-    details = [f"unknown id {unknown[0]}"] * bool(unknown) + [f"no id {missing[0]}"] * bool(missing)
+    details = [f"unknown id {one}" for one in unknown[:1]] + [f"no id {one}" for one in missing[:1]]
     what = f"{len(categories)} categories ({', '.join(details) or 'an id twice'}), {len(known)} expected with ids of 1..90"
     report.error(name, what, "take the instances_ file of COCO 2017, its ids as they are")
 
@@ -214,8 +216,8 @@ def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: Mapping[
         report.error(base, f"is the full ADE20K ({evidence}), with thousands of classes in other files", _ADE_RELEASE)
         return
     pairs = {split: _ade_pairs(base, split, report, expected[split]) for split in expected}
-    picked = choose({split: len(stems) for split, stems in pairs.items()}, depth)
-    chosen = [(f"images/{s}/{pairs[s][i]}.jpg", f"annotations/{s}/{pairs[s][i]}.png") for s in picked for i in picked[s]]
+    picked = choose({split: len(of_split) for split, of_split in pairs.items()}, depth)
+    chosen = [pairs[split][i] for split in picked for i in picked[split]]
     files = [(str(base / image), str(base / label)) for image, label in chosen]
     results = inspect(_inspect_pair, files, depth.workers, "decoding")
     bad, strange, values = [], [], set()
@@ -250,10 +252,11 @@ def _other_release(root: Path) -> str | None:
     return None
 
 
-def _ade_pairs(base: Path, split: str, report: Report, expected: int) -> list[str]:
-    """The stems of the pairs of a split that can be decoded."""
-    stems = {}
-    for part, extension in (("images", ".jpg"), ("annotations", ".png")):
+def _ade_pairs(base: Path, split: str, report: Report, expected: int) -> list[tuple[str, str]]:
+    """The pairs of a split that can be decoded, as paths of image and label map."""
+    stems: dict[str, dict[str, str]] = {}
+    empty = set()
+    for part, extension in (("images", (".jpg", ".png")), ("annotations", ".png")):  # images of `scenes` are PNGs
         where = f"{part}/{split}/"
         if not (base / part / split).is_dir():
             advice = "unpack ADEChallengeData2016.zip, and give the folder that comes out as ROOT"
@@ -261,18 +264,21 @@ def _ade_pairs(base: Path, split: str, report: Report, expected: int) -> list[st
             continue
         files, _ = list_folder(base / part / split)
         if other := [name for name in files if not name.endswith(extension)]:
-            report.warning(where, f"{len(other):,} files that are no {extension} ({other[0]}, ...)", "nothing reads them")
-        stems[part] = {Path(name).stem: size for name, size in files.items() if name.endswith(extension)}
+            what = extension if part == "annotations" else extension[0]
+            report.warning(where, f"{len(other):,} files that are no {what} ({other[0]}, ...)", "nothing reads them")
+        stems[part] = {Path(name).stem: f"{where}{name}" for name in files if name.endswith(extension)}
         advice = "unpack ADEChallengeData2016.zip again"
         report.counts(where, len(stems[part]), expected, "images" if part == "images" else "label maps", advice)
-        report.error_each([(f"{where}{stem}{extension}", "is empty") for stem, size in stems[part].items() if not size], advice)
+        empty |= {place for place in stems[part].values() if not files[Path(place).name]}
+        report.error_each([(place, "is empty") for place in stems[part].values() if place in empty], advice)
     if len(stems) < 2:
         return []
     images, labels = stems["images"], stems["annotations"]
-    single = [(f"images/{split}/{stem}.jpg", "has no label map") for stem in sorted(set(images) - set(labels))]
-    single += [(f"annotations/{split}/{stem}.png", "has no image") for stem in sorted(set(labels) - set(images))]
+    single = [(images[stem], "has no label map") for stem in sorted(set(images) - set(labels))]
+    single += [(labels[stem], "has no image") for stem in sorted(set(labels) - set(images))]
     report.error_each(single, "get the other one again from ADEChallengeData2016.zip")
-    return [stem for stem in images if images[stem] and labels.get(stem)]
+    pairs = [(image, labels[stem]) for stem, image in images.items() if stem in labels]
+    return [pair for pair in pairs if empty.isdisjoint(pair)]
 
 
 def _inspect_pair(paths: tuple[str, str]) -> tuple[int, str, frozenset[int]]:

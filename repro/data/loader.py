@@ -11,17 +11,32 @@ import threading
 import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from ..core.errors import RunError, UserError
-from .imagenet import ImageFolder
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 Keys = list[tuple[int, int]]
+
+
+class Samples(Protocol):
+    """What a loader reads: a data set that is asked for items by (epoch, index), and whose randomness is seeded by these."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: tuple[int, int]) -> Any: ...
+
+    def collate(self, samples: list[Any]) -> tuple:
+        """A batch of these items; runs where they were loaded."""
+
+    def name(self, index: int) -> str:
+        """What a person knows the item by, such as a path from the split's folder."""
+
+    def require_readable(self) -> None:
+        """Raise again, in the main process, the `UserError` that ended a loading process."""
 
 
 class TrainOrder:
@@ -34,24 +49,52 @@ class TrainOrder:
         batch_size: per rank.
         seed: of the permutations.
         rank, world_size: this process among those that train together.
+        batches_per_epoch: so many, from pass to pass without regard to its end, where a recipe counts steps; those of a pass by default.
+        groups: (size,) a number for each sample, or None; each pair of a batch is then of one group, such as images that are wide,
+            so that little is padded. Pairs, and no whole batches: the published recipes put 2 images on a GPU and group those, and
+            so the global batches are the same on any number of processes.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, batches_per_epoch: int | None = None,
+        groups: np.ndarray | None = None,
+    ):  # fmt: skip
         self._size, self._batch_size, self._seed, self._rank, self._world_size = size, batch_size, seed, rank, world_size
-        self._length = size // (batch_size * world_size)
-        if self._length == 0:
+        self._groups = groups
+        self._of_a_pass = size // (batch_size * world_size)
+        self._length = batches_per_epoch or self._of_a_pass
+        if self._of_a_pass == 0:
             raise UserError(f"batch size {batch_size} on {world_size} process(es): only {size} training images; make it smaller")
 
     def __len__(self) -> int:
         return self._length
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
-        """The keys of the batches from number `start` of an epoch on."""
-        sequence = np.random.SeedSequence((0, self._seed, epoch))
-        order = np.random.Generator(np.random.PCG64(sequence)).permutation(self._size)
+        """The keys of the batches from number `start` of an epoch on, (pass over the data, index)."""
+        order, ordered = np.empty(0, dtype=np.int64), -1
         for number in range(start, self._length):
-            first = (number * self._world_size + self._rank) * self._batch_size
-            yield [(epoch, index) for index in order[first : first + self._batch_size].tolist()]
+            number_of_pass, place = divmod(epoch * self._length + number, self._of_a_pass)
+            if number_of_pass != ordered:
+                order, ordered = self._order(number_of_pass), number_of_pass
+            first = (place * self._world_size + self._rank) * self._batch_size
+            yield [(number_of_pass, index) for index in order[first : first + self._batch_size].tolist()]
+
+    def _order(self, number_of_pass: int) -> np.ndarray:
+        sequence = np.random.SeedSequence((0, self._seed, number_of_pass))
+        order = np.random.Generator(np.random.PCG64(sequence)).permutation(self._size)
+        return order if self._groups is None else _in_pairs(order, self._groups)
+
+
+def _in_pairs(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Samples reordered so that each pair is of one group; a pair has the place of its second, and who is left alone comes last."""
+    pairs, alone = [], []
+    for group in np.unique(groups):
+        places = np.flatnonzero(groups[order] == group)
+        whole = len(places) // 2 * 2
+        pairs.append(places[:whole].reshape(-1, 2))
+        alone.append(places[whole:])
+    together = np.concatenate(pairs)
+    return order[np.concatenate([together[together[:, 1].argsort()].ravel(), *alone])]
 
 
 class EvalOrder:
@@ -92,13 +135,13 @@ class _Keys:
 class _Loader:
     """Worker processes that outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
 
-    def __init__(self, dataset: ImageFolder, order: TrainOrder | EvalOrder, *, workers: int, pin_memory: bool):
+    def __init__(self, dataset: Samples, order: TrainOrder | EvalOrder, *, workers: int, pin_memory: bool):
         self.dataset = dataset
         self._keys = _Keys(order)
         self._loader: DataLoader | None = DataLoader(
             dataset,
             batch_sampler=self._keys,
-            collate_fn=_collate,
+            collate_fn=dataset.collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
@@ -120,7 +163,7 @@ class _Loader:
         self._iterator = None
         self._loader = None
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[tuple]:
         if self._loader is None:
             raise RuntimeError("this loader was closed")
         self._keys.epoch, self._keys.start = epoch, start
@@ -135,7 +178,7 @@ class _Loader:
         while (batch := self._next()) is not None:
             yield tuple(batch)
 
-    def _next(self) -> list[torch.Tensor] | None:
+    def _next(self) -> Any:
         try:
             return next(self._iterator, None)
         except UserError:
@@ -150,7 +193,7 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Training batches: uint8 images (B, 3, H, W), which `imagenet.ToInput` normalises, and int64 targets (B,).
+    """Training batches, as the data set's `collate` makes them.
 
     Args:
         dataset: the training split.
@@ -158,7 +201,7 @@ class TrainLoader(_Loader):
         seed: of the order.
         workers: processes that decode and augment; 0 does it in this one. The batches are the same.
         device: batches go to page-locked memory where it is CUDA.
-        rank, world_size: see `TrainOrder`.
+        rank, world_size, batches_per_epoch, groups: see `TrainOrder`.
 
     Raises:
         UserError: fewer samples than one global batch; while iterating, too many unreadable files.
@@ -167,7 +210,7 @@ class TrainLoader(_Loader):
 
     def __init__(
         self,
-        dataset: ImageFolder,
+        dataset: Samples,
         *,
         batch_size: int,
         seed: int,
@@ -175,19 +218,19 @@ class TrainLoader(_Loader):
         device: torch.device | str = "cpu",
         rank: int = 0,
         world_size: int = 1,
+        batches_per_epoch: int | None = None,
+        groups: np.ndarray | None = None,
     ):
-        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size)
+        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size, batches_per_epoch, groups)
         super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
         """The batches of an epoch from number `start` on: what an uninterrupted run would see there, in content and order."""
         return self._batches(epoch, start)
 
     def files(self, epoch: int, number: int) -> list[str]:
-        """The images of one batch, as paths from the split's folder."""
-        keys = next(self._keys.order.batches(epoch, number))
-        tree, split = self.dataset.tree, self.dataset.split
-        return [tree.path(split, index).relative_to(tree.root / split).as_posix() for _, index in keys]
+        """The names of one batch's items."""
+        return [self.dataset.name(index) for _, index in next(self._keys.order.batches(epoch, number))]
 
 
 class EvalLoader(_Loader):
@@ -198,7 +241,7 @@ class EvalLoader(_Loader):
 
     def __init__(
         self,
-        dataset: ImageFolder,
+        dataset: Samples,
         *,
         batch_size: int,
         workers: int = 0,
@@ -209,14 +252,8 @@ class EvalLoader(_Loader):
         order = EvalOrder(len(dataset), batch_size, rank, world_size)
         super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[tuple]:
         return self._batches(0, 0)
-
-
-def _collate(samples: list[tuple[torch.Tensor, int]]) -> Batch:
-    """Stack images as they lie in memory, channels last: to transpose them costs a CPU a tenth of decoding, and a GPU nothing."""
-    images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
-    return images.permute(0, 3, 1, 2), targets
 
 
 def _end_workers(iterator: Any) -> None:

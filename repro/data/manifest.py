@@ -6,6 +6,7 @@ seconds, not hours.
 
 import dataclasses
 import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from ..core.config import build
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
 from .digits import write_digits
-from .settings import DigitsSettings, ExpectedCounts
+from .settings import DigitsSettings, ExpectedCounts, ScenesSettings
 from .tree import SPLITS, Tree, scan_tree
 
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
@@ -60,6 +61,23 @@ class Manifest:
     hash: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseManifest(Manifest):
+    """The same of a data set for detection or segmentation; see `dense`.
+
+    The `folders` of a split are its image and label folders, and its annotation file, whose hash is over what it contains.
+
+    Args:
+        kind: `coco`, `ade20k` or `scenes`.
+        classes: class name -> place in order; of `scenes` those of segmentation, whose first ten are also those of detection.
+        splits, departures, hash: as above.
+        generated: the settings that draw `scenes`.
+    """
+
+    kind: Literal["coco", "ade20k", "scenes"]
+    generated: ScenesSettings | None
+
+
 def build_manifest(tree: Tree, kind: str, generated: DigitsSettings | None = None) -> Manifest:
     """The manifest of a scanned tree.
 
@@ -67,15 +85,20 @@ def build_manifest(tree: Tree, kind: str, generated: DigitsSettings | None = Non
         UserError: an `imagenet` root with a class folder that is no ImageNet-1K wnid.
     """
     splits = {split: _record_split(tree, split) for split in SPLITS}
-    text = "\n".join(f"{split}/{name} {r.hash}" for split in SPLITS for name, r in splits[split].folders.items())
     return Manifest(
         kind=kind,
         classes={name: index for index, name in enumerate(tree.classes)},
         splits=splits,
-        departures=_imagenet_departures(tree) if kind == "imagenet" else (),
+        departures=_imagenet_departures(tree, splits) if kind == "imagenet" else (),
         generated=generated,
-        hash=_short_hash(text.encode()),
+        hash=hash_splits(splits),
     )
+
+
+def hash_splits(splits: Mapping[str, SplitRecord]) -> str:
+    """The `hash` of a manifest."""
+    text = "\n".join(f"{split}/{name} {r.hash}" for split in SPLITS for name, r in splits[split].folders.items())
+    return short_hash(text.encode())
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -87,7 +110,9 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest strictly; a missing or damaged file is a `UserError` that names the stage to run."""
     if not path.is_file():
         raise UserError(f"{path}: no such manifest; run `repro prepare-data` first")
-    return build(Manifest, read_json(path), str(path))
+    content = read_json(path)
+    dense = isinstance(content, dict) and content.get("kind") in ("coco", "ade20k", "scenes")
+    return build(DenseManifest if dense else Manifest, content, str(path))
 
 
 def open_root(root: Path, manifest: Manifest) -> Tree:
@@ -97,8 +122,10 @@ def open_root(root: Path, manifest: Manifest) -> Tree:
         root: see `Runtime.data_root(paths, manifest.kind)`.
 
     Raises:
-        UserError: the root is missing (`imagenet`), badly laid out, or not what the manifest says.
+        UserError: the root is missing (`imagenet`), badly laid out, or not what the manifest says; or it is one of `dense`.
     """
+    if isinstance(manifest, DenseManifest):
+        raise UserError(f"{root}: {manifest.kind} has no class folders; choose a prepare_data cell of kind digits or imagenet")
     if manifest.generated is not None and not root.exists():
         write_digits(root, manifest.generated)
     tree = scan_tree(root, manifest.kind)
@@ -112,51 +139,94 @@ def verify(tree: Tree, manifest: Manifest) -> None:
     Raises:
         UserError: one line that names the first class folder that differs, how, and how many do.
     """
-    advice = (
-        f"remove {tree.root} and run the same command again, which writes it anew"
-        if manifest.generated is not None
-        else "restore the files, or run `repro prepare-data` to accept the data as it is"
-    )
     known = set(manifest.classes)
     if set(tree.classes) != known:
         name = min(set(tree.classes) ^ known)
         problem = "is not in the manifest" if name in tree.classes else "is missing"
-        raise UserError(f"{tree.root}: class folder {name!r} {problem}; {advice}")
-    different = []
-    for split in SPLITS:
-        found = _record_split(tree, split).folders
-        for name, wanted in manifest.splits[split].folders.items():
-            if found[name] != wanted:
-                different.append((tree.root / split / name, found[name], wanted))
+        raise UserError(f"{tree.root}: class folder {name!r} {problem}; {_advice(tree.root, manifest)}")
+    compare(
+        manifest,
+        tree.root,
+        [
+            (tree.root / split / name, found, manifest.splits[split].folders[name])
+            for split in SPLITS
+            for name, found in _record_split(tree, split).folders.items()
+        ],
+    )
+
+
+def compare(manifest: Manifest, root: Path, records: Sequence[tuple[Path, ClassRecord, ClassRecord]]) -> None:
+    """Refuse folders, or annotation files, whose record is not the manifest's.
+
+    Args:
+        records: folder, its record now, its record in the manifest.
+
+    Raises:
+        UserError: see `verify`.
+    """
+    different = [record for record in records if record[1] != record[2]]
     if not different:
         return
     folder, found, wanted = different[0]
     if found.images != wanted.images:
         problem = f"{found.images} images, the manifest has {wanted.images}"
+    elif not wanted.images:
+        problem = "an annotation file that does not hold what the manifest has"
     elif found.bytes != wanted.bytes:
         problem = f"{found.bytes} bytes in {found.images} images, the manifest has {wanted.bytes}: a file was changed or cut"
     else:
         problem = "a file was renamed, or two changed places"
-    number = f"{len(different)} class folder{'s differ' if len(different) > 1 else ' differs'}"
-    raise UserError(f"{folder}: {problem} ({number}); {advice}")
+    number = "1 such difference" if len(different) == 1 else f"{len(different)} such differences"
+    raise UserError(f"{folder}: {problem} ({number}); {_advice(root, manifest)}")
 
 
-def check_expected(tree: Tree, expected: ExpectedCounts, where: str) -> None:
-    """Refuse a tree whose counts are not the expected ones.
+def _advice(root: Path, manifest: Manifest) -> str:
+    if manifest.generated is not None:
+        return f"remove {root} and run the same command again, which writes it anew"
+    return "restore the files, or run `repro prepare-data` to accept the data as it is"
+
+
+def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, where: str) -> None:
+    """Refuse a data set whose counts are not the expected ones.
 
     Args:
-        where: key path of the expected counts, for the message.
+        root: where it lies, and `where`: key path of the expected counts; both for the message.
 
     Raises:
         UserError: naming the key to change where the difference is wanted.
     """
-    for name, found in _counts(tree).items():
-        wanted = getattr(expected, name)
-        if found != wanted:
-            raise UserError(f"{where}.{name}: {wanted:,} expected, {tree.root} holds {found:,}; complete the data or change this")
+    for name, found, wanted in _differences(manifest.classes, manifest.splits, expected):
+        raise UserError(f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this")
 
 
-def _imagenet_departures(tree: Tree) -> tuple[str, ...]:
+def departures(
+    classes: Collection[str], splits: Mapping[str, SplitRecord], official: ExpectedCounts, name: str
+) -> tuple[str, ...]:
+    """How the counts differ from those of the official data set of this name."""
+    return tuple(f"{what}: {found:,}, {name} has {wanted:,}" for what, found, wanted in _differences(classes, splits, official))
+
+
+def record_files(files: Sequence[tuple[bytes, int]]) -> ClassRecord:
+    """The record of a folder of (name, bytes)."""
+    listing = b"".join(b"%s\0%d\n" % pair for pair in files)
+    return ClassRecord(images=len(files), bytes=sum(size for _, size in files), hash=short_hash(listing))
+
+
+def short_hash(data: bytes) -> str:
+    """16 hex digits."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _differences(
+    classes: Collection[str], splits: Mapping[str, SplitRecord], expected: ExpectedCounts
+) -> Iterator[tuple[str, int, int]]:
+    """(name, found, expected) of each count that is another one."""
+    for name, found in (("classes", len(classes)), *((split, splits[split].images) for split in SPLITS)):
+        if found != (wanted := getattr(expected, name)):
+            yield name, found, wanted
+
+
+def _imagenet_departures(tree: Tree, splits: Mapping[str, SplitRecord]) -> tuple[str, ...]:
     from timm.data import ImageNetInfo
 
     unknown = sorted(set(tree.classes) - set(ImageNetInfo("imagenet-1k").label_names()))
@@ -165,15 +235,7 @@ def _imagenet_departures(tree: Tree) -> tuple[str, ...]:
             f"{tree.root / 'train' / unknown[0]}: no wnid of ImageNet-1K ({len(unknown)} such folders); "
             "class folders are named as n01440764 (docs/data.md)"
         )
-    return tuple(
-        f"{name}: {found:,}, ImageNet-1K has {getattr(IMAGENET_1K, name):,}"
-        for name, found in _counts(tree).items()
-        if found != getattr(IMAGENET_1K, name)
-    )
-
-
-def _counts(tree: Tree) -> dict[str, int]:
-    return {"classes": len(tree.classes), **{split: len(tree.splits[split].names) for split in SPLITS}}
+    return departures(tree.classes, splits, IMAGENET_1K, "ImageNet-1K")
 
 
 def _record_split(tree: Tree, split: str) -> SplitRecord:
@@ -181,12 +243,6 @@ def _record_split(tree: Tree, split: str) -> SplitRecord:
     ends = np.searchsorted(files.targets, np.arange(len(tree.classes)), side="right")
     folders, start = {}, 0
     for name, end in zip(tree.classes, ends.tolist()):
-        names, sizes = files.names[start:end].tolist(), files.sizes[start:end].tolist()
-        listing = b"".join(b"%s\0%d\n" % pair for pair in zip(names, sizes))
-        folders[name] = ClassRecord(images=end - start, bytes=sum(sizes), hash=_short_hash(listing))
+        folders[name] = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())))
         start = end
     return SplitRecord(images=len(files.names), bytes=int(files.sizes.sum()), folders=folders)
-
-
-def _short_hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]

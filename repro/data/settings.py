@@ -81,6 +81,51 @@ class DigitsSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScenesSettings:
+    """How the embedded `scenes` data set is drawn; see `scenes.write_scenes`.
+
+    Args:
+        image_size: side of the images in pixels.
+        train, val: number of images.
+        seed: of the drawing.
+        val_fraction, split_seed: which scans only val shows: `val_fraction` and `seed` of `digits`, so that a backbone that was
+            pretrained there has seen none of them.
+    """
+
+    image_size: int = bounded(256, ge=128)
+    train: int = bounded(400, ge=1)
+    val: int = bounded(100, ge=1)
+    seed: int = bounded(0, ge=0)
+    val_fraction: float = bounded(0.2, gt=0, le=0.9)
+    split_seed: int = bounded(0, ge=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectionTransformSettings:
+    """The size of a detector's input, and its random changes in training.
+
+    Args:
+        min_size: short sides in pixels; training draws one for each image, evaluation takes the last.
+        max_size: longest side in pixels, to which both sides yield; the ratio of the sides is kept.
+        hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
+        crop_min_size: with these, half of the training images are first resized to one of these short sides, and cropped.
+        crop_size: [smallest, largest] side of such a crop in pixels; height and width are drawn independently.
+    """
+
+    min_size: tuple[int, ...] = bounded((800,), ge=1)
+    max_size: int = bounded(1333, ge=1)
+    hflip: float = bounded(0.5, ge=0, le=1)
+    crop_min_size: tuple[int, ...] = bounded((), ge=1)
+    crop_size: tuple[int, ...] = bounded((384, 600), ge=1)
+
+    def __post_init__(self) -> None:
+        if not self.min_size or max(self.min_size) > self.max_size:
+            raise ValueError(f"min_size: expected short sides of at most max_size = {self.max_size}, got {list(self.min_size)}")
+        if len(self.crop_size) != 2 or self.crop_size[0] > self.crop_size[1]:
+            raise ValueError(f"crop_size: expected [smallest, largest], got {list(self.crop_size)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedCounts:
     """What a data set must hold; `prepare_data` refuses anything else, so that a subset is a written decision."""
 

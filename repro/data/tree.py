@@ -2,16 +2,20 @@
 
 import dataclasses
 import os
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from ..core.errors import UserError
 from .shards import Archives, is_sharded, list_shards
 
 SPLITS = ("train", "val")
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+# what Pillow raises on damaged files of various formats
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
 class Source(NamedTuple):
@@ -75,18 +79,17 @@ class Tree:
 
     def path(self, split: str, index: int) -> Path:
         """The file of one sample; of one in an archive, the archive's path and the name in it."""
-        files = self.splits[split]
-        if files.archives is not None:
-            return self.root / split / files.archives.file(index) / os.fsdecode(files.names[index])
-        return self.root / split / self.classes[files.targets[index]] / os.fsdecode(files.names[index])
+        files, source = self.splits[split], self.source(split, index)
+        return Path(source.file) if files.archives is None else Path(source.file, os.fsdecode(files.names[index]))
 
     def source(self, split: str, index: int) -> Source:
         """Where the bytes of one sample are."""
-        files = self.splits[split]
+        # text and no pathlib paths, which are slow to join: this runs for every image
+        files, folder = self.splits[split], os.path.join(self.root, split)
         if files.archives is None:
-            return Source(str(self.path(split, index)))
-        archive = self.root / split / files.archives.file(index)
-        return Source(str(archive), int(files.archives.offsets[index]), int(files.sizes[index]))
+            return Source(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
+        archive = os.path.join(folder, files.archives.file(index))
+        return Source(archive, int(files.archives.offsets[index]), int(files.sizes[index]))
 
 
 def scan_tree(root: Path, kind: str) -> Tree:
@@ -153,7 +156,11 @@ def _read_folders(folder: Path, classes: tuple[str, ...]) -> Split:
     sizes: list[int] = []
     counts = []
     for name in classes:
-        files = _read_class(folder / name)
+        files = list_images(folder / name)
+        if not files:
+            raise UserError(
+                f"{folder / name}: holds no image ({', '.join(EXTENSIONS)}); fill this class folder or remove it from train and val"
+            )
         names.extend(file for file, _ in files)
         sizes.extend(size for _, size in files)
         counts.append(len(files))
@@ -161,21 +168,21 @@ def _read_folders(folder: Path, classes: tuple[str, ...]) -> Split:
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 
 
-def _read_class(folder: Path) -> list[tuple[bytes, int]]:
+def list_images(folder: Path) -> list[tuple[bytes, int]]:
+    """(name, bytes) of the images that lie directly in a folder, sorted by name.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
         with os.scandir(folder) as entries:
-            files = [
+            return sorted(
                 (os.fsencode(entry.name), entry.stat().st_size)
                 for entry in entries
                 if entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".")
-            ]
+            )
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}") from None
-    if not files:
-        raise UserError(
-            f"{folder}: holds no image ({', '.join(EXTENSIONS)}); fill this class folder or remove it from train and val"
-        )
-    return sorted(files)
 
 
 def _layout(kind: str) -> str:

@@ -1,8 +1,8 @@
 """Parameters and multiply-adds (MACs) of any timm-registered model at any resolution.
 
-One convention everywhere: a MAC is one multiply-add of a matrix product or a convolution; norms, activations, softmax,
-pooling and element-wise arithmetic are free. Papers of this field call these "FLOPs"; `torch.utils.flop_counter` counts
-two FLOPs per MAC.
+One convention everywhere: a MAC is one multiply-add of a matrix product or a convolution, or of an operator of `kernels`; norms,
+activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call these "FLOPs";
+`torch.utils.flop_counter` counts two FLOPs per MAC.
 
 Vittt, ViT3 and plain ViT/DeiT are counted by a closed form (`terms`), which needs no forward pass and so no time at 1280 x 1280.
 Every other model is counted by running it on the meta device with unfused attention, under a mode that refuses operators
@@ -10,6 +10,7 @@ it cannot classify: an uncounted operator is an error, never a zero.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ _FREE_ATEN = frozenset(
     # normalisation, softmax, pooling
     "native_layer_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm "
     "_fused_rms_norm _softmax _log_softmax avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d "
+    # interpolation
+    "upsample_bilinear2d upsample_bicubic2d "
     # random numbers
     "bernoulli_ native_dropout rand randn uniform_ normal_".split()
 )
@@ -97,11 +100,15 @@ class OperatorCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._flops = 0
+        self._flops: Counter[str] = Counter()
 
     @property
     def macs(self) -> int:
-        return self._flops // 2
+        return self._flops.total() // 2
+
+    def macs_of(self, operator: str) -> int:
+        """Of one operator, named as `aten.mm`."""
+        return self._flops[operator] // 2
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -114,7 +121,7 @@ class OperatorCounter(TorchDispatchMode):
             return out
         out = func(*args, **kwargs)
         if formula is not None:
-            self._flops += formula(*args, **kwargs, out_val=out)
+            self._flops[str(func._overloadpacket)] += formula(*args, **kwargs, out_val=out)
         return out
 
 

@@ -30,7 +30,10 @@ _KEY = "vision_ttt_repro"  # the one metadata key; several would be written in a
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
-def save_weights(path: Path, model: nn.Module, *, name: str, options: dict[str, Any], preprocessing: dict[str, Any], classes: list[str]) -> None:
+def save_weights(
+    path: Path, model: nn.Module, *, name: str, options: dict[str, Any], preprocessing: dict[str, Any], classes: list[str],
+    task: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write a model's state atomically, with what is needed to build and use it.
 
     Args:
@@ -40,15 +43,16 @@ def save_weights(path: Path, model: nn.Module, *, name: str, options: dict[str, 
         options: keyword arguments that `timm.create_model` was given beside the name (JSON values).
         preprocessing: evaluation transform: input_size, interpolation, crop_pct, mean, std (as timm names them).
         classes: class names, by output index.
+        task: of a dense model, whose backbone has that name: its `name` and the params of which the rest is built; None for a classifier.
     """
-    metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes}
+    metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | ({"task": task} if task else {})
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     with atomic(path) as temporary:
         save_file(state, temporary, metadata={_KEY: json.dumps(metadata, sort_keys=True)})
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What `save_weights` put beside the tensors: model, options, preprocessing, classes.
+    """What `save_weights` put beside the tensors: model, options, preprocessing, classes, and of a dense model its task.
 
     Raises:
         UserError: no such file, not a readable safetensors file (for instance cut short), or not written by this project.
@@ -98,8 +102,14 @@ def load_weights(path: Path, model: nn.Module, *, name: str) -> dict[str, Any]:
 
 
 def build_from_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that a weights file describes, filled with it and in eval mode, and the file's metadata."""
+    """The classifier that a weights file describes, filled with it and in eval mode, and the file's metadata.
+
+    Raises:
+        UserError: as `load_weights`, and a file of a dense model.
+    """
     metadata = read_metadata(path)
+    if "task" in metadata:
+        raise UserError(f"{path}: holds a model that can {metadata['task']['name']}, no classifier; `repro predict` uses it")
     model = build_model(metadata["model"], **metadata["options"])
     load_weights(path, model, name=metadata["model"])
     return model.eval(), metadata

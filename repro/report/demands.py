@@ -5,9 +5,10 @@ import re
 from .arithmetic import references
 from .ledger import Ledger
 
-# ("accuracy", data set, model), ("params_m" | "macs_g", model@side, ""), ("fps" | "memory_mib", model, "")
+# ("accuracy", data set, model), ("params_m" | "macs_g" | "macs_g_paper_convention", model@side, ""),
+# ("fps" | "memory_mib", model, "")
 Measurement = tuple[str, str, str]
-_CALL = re.compile(r'(accuracy|params_m|macs_g|fps|memory_mib)\("([^"]+)"(?:, "([^"]+)")?')
+_CALL = re.compile(r'(accuracy|params_m|macs_g_paper_convention|macs_g|fps|memory_mib)\("([^"]+)"(?:, "([^"]+)")?')
 _PLACE = re.compile(r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?")
 
 

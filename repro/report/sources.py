@@ -125,6 +125,7 @@ class Results:
         return {
             "params_m": lambda row: self._count(row)["params"] / 1e6,
             "macs_g": lambda row: self._count(row)["macs_g"],
+            "macs_g_paper_convention": lambda row: _field(self._count(row), "macs_g_paper_convention", row),
             "complexity": self._complexity,
             "accuracy": self._score,
             "images": self._images,

@@ -23,6 +23,10 @@ HEADLINES = (
     "text.5_3.memory_saved_1280",
     "text.5_3.faster_than_vim",
 )
+SCORES = {
+    "top1": "top1", "top5": "top5", "ap_box": "box AP", "ap50_box": "AP50", "ap_mask": "mask AP", "ap50_mask": "AP50", "miou": "mIoU",
+    "aacc": "pixels",
+}  # fmt: skip
 MARKS: dict[Status, str] = {"matched": "✓", "differs": "≠", "not measured": "–", "paper inconsistent": "⚠"}
 
 
@@ -254,21 +258,23 @@ def _mini(results: Results) -> str:
     rows = []
     for source in cells:
         m = source.metrics
-        scores = [
-            f"{name.removesuffix('_percent')} {m[name]:.2f} %"
-            for name in sorted(m)
-            if name.endswith("_percent") and isinstance(m[name], (int, float))
-        ]
         held_out = m.get("val_images", m.get("images"))
         run = source.path.removeprefix("results/").removesuffix("/metrics.json")
         rows.append([
             f"`{run}`", results.model_key(m, source.path), m["data"],
-            m.get("epochs", "–"), "–" if held_out is None else f"{held_out:.0f}", ", ".join(scores), source.device,
+            m.get("epochs", "–"), "–" if held_out is None else f"{held_out:.0f}", _scores(m), source.device,
         ])  # fmt: skip
+        if "without_learning" in m:
+            rows.append([f"`{run}`", "no learning: threshold, nearest example", m["data"], "–", rows[-1][4], _scores(m["without_learning"]), "–"])
     text = (
         "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     )
     return f"{title}\n\n{text}\n\n" + _grid(["run", "model", "data", "epochs", "held-out images", "scores", "device"], rows)
+
+
+def _scores(metrics: Mapping[str, Any]) -> str:
+    values = ((label, metrics.get(f"{name}_percent")) for name, label in SCORES.items())
+    return ", ".join(f"{label} {value:.2f} %" for label, value in values if isinstance(value, (int, float)))
 
 
 def _claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:

@@ -9,8 +9,8 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from ..core.ranks import Ranks
-from ..data.imagenet import ToInput
-from ..data.loader import Batch, EvalLoader, TrainLoader
+from ..data.imagenet import Batch, ToInput
+from ..data.loader import EvalLoader, TrainLoader
 from ..data.settings import TransformSettings
 from .params import MixParams
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from repro.core.errors import RunError, UserError
 from repro.data.imagenet import ImageFolder, ToInput, eval_transform, train_transform
-from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.loader import EvalLoader, TrainLoader, TrainOrder
 from repro.data.settings import TransformSettings
 from repro.data.tree import scan_tree
 
@@ -354,3 +354,27 @@ def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
         noise.append(inside.flatten())
     noise = torch.cat(noise)
     assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pairs_of_one_group_cover_everything_once(world_size):
+    groups = np.array([0, 1, 1, 0, 1, 0, 0, 0, 1, 2, 0, 1])  # 6 of one group, 5 of another, one alone
+    ranks = [TrainOrder(12, 4 // world_size, 5, rank, world_size, groups) for rank in range(world_size)]
+    epochs = []
+    for epoch in range(6):
+        batches = [sum(parts, []) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)]
+        flat = [index for batch in batches for _, index in batch]
+        assert sorted(flat) == list(range(12)) and all(number == epoch for batch in batches for number, _ in batch)
+        # 6 and 5 and 1 make five pairs, and the two that are left alone a sixth at the end
+        assert all(groups[a] == groups[b] for a, b in zip(flat[:10:2], flat[1:10:2]))
+        assert list(ranks[0].batches(epoch, 2)) == list(ranks[0].batches(epoch, 0))[2:]
+        epochs.append(tuple(flat))
+    assert len(set(epochs)) == 6
+    whole = TrainOrder(12, 4, 5, groups=groups)
+    assert epochs == [tuple(i for batch in whole.batches(epoch, 0) for _, i in batch) for epoch in range(6)]
+
+
+def test_one_group_keeps_the_order():
+    for size in (12, 13):
+        plain, grouped = TrainOrder(size, 3, 1), TrainOrder(size, 3, 1, groups=np.zeros(size))
+        assert list(plain.batches(2, 0)) == list(grouped.batches(2, 0))

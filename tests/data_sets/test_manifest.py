@@ -68,11 +68,11 @@ def test_round_trip_and_no_trace_of_the_place(root, tmp_path):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("removed", r"val/bee: 8 images, the manifest has 9 \(1 class folder differs\)"),
+        ("removed", r"val/bee: 8 images, the manifest has 9 \(1 such difference\)"),
         ("added", r"val/bee: 10 images, the manifest has 9"),
         ("renamed", r"val/bee: a file was renamed"),
         ("truncated", r"val/bee: \d+ bytes in 9 images, .* cut"),
-        ("moved", r"val/bee: 8 images, the manifest has 9 \(2 class folders differ\)"),
+        ("moved", r"val/bee: 8 images, the manifest has 9 \(2 such differences\)"),
         ("class gone", r"class folder 'bee' is missing"),
         ("class renamed", r"class folder 'bee' is missing"),
     ],
@@ -162,12 +162,12 @@ def test_imagenet_names_departures_and_refuses_other_folders(root):
 
 @pytest.mark.parametrize("name", ["classes", "train", "val"])
 def test_unexpected_counts_name_the_key(root, name):
-    counts = {"classes": 3, "train": 20, "val": 20}
-    check_expected(scan_tree(root, "imagenet"), ExpectedCounts(**counts), "prepare_data.imagenet.expected")
+    counts, manifest = {"classes": 3, "train": 20, "val": 20}, build_manifest(scan_tree(root, "digits"), "digits")
+    check_expected(manifest, root, ExpectedCounts(**counts), "prepare_data.imagenet.expected")
     counts[name] += 1
     message = rf"prepare_data\.imagenet\.expected\.{name}: {counts[name]} expected, .* holds {counts[name] - 1};"
     with pytest.raises(UserError, match=message):
-        check_expected(scan_tree(root, "imagenet"), ExpectedCounts(**counts), "prepare_data.imagenet.expected")
+        check_expected(manifest, root, ExpectedCounts(**counts), "prepare_data.imagenet.expected")
 
 
 def test_open_root_writes_a_missing_embedded_set_and_checks_an_old_one(tmp_path):

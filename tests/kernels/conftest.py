@@ -93,3 +93,27 @@ def make_scan_inputs():
         return (*inputs[:6], inputs[6] if gate else None, inputs[7])
 
     return make
+
+
+@pytest.fixture
+def make_deform_inputs():
+    """make_deform_inputs(B, Q, M, C, P, shapes, dtype=fp64, seed=0, outside=2) -> value, locations, weights of `ms_deform_attn` and
+    a cotangent. Points lie on the maps and up to `outside` pixels beyond, off the pixels' rows and columns, where derivatives jump.
+    """
+
+    def make(B, Q, M, C, P, shapes, dtype=torch.float64, seed=0, outside=2):
+        random = torch.Generator().manual_seed(seed)
+
+        def drawn(draw, *shape):
+            return draw(shape, generator=random, dtype=torch.float64)
+
+        L, S = len(shapes), sum(h * w for h, w in shapes)
+        w_h = torch.tensor([(w, h) for h, w in shapes])[:, None]
+        pixel = (drawn(torch.rand, B, Q, M, L, P, 2) * (w_h + 2 * outside)).floor() - outside - 0.5
+        locations = (pixel + 0.03 + 0.94 * drawn(torch.rand, B, Q, M, L, P, 2)) / w_h
+        weights = drawn(torch.randn, B, Q, M, L, P)
+        points = torch.float64 if dtype == torch.float64 else torch.float32
+        value, cotangent = (drawn(torch.randn, B, n, M, C).to(dtype) for n in (S, Q))
+        return [value, locations.to(points), weights.to(points), cotangent]
+
+    return make

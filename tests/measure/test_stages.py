@@ -29,12 +29,13 @@ def test_complexity_counts_every_combination(tmp_path):
                 {"models": [NANO, DEIT], "resolutions": [144, 224]},
                 {"models": [NANO], "resolutions": [144], "vary": {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}},
             ],
+            "adapters": {"backbones": [NANO, DEIT], "images": [{"height": 64, "width": 96}]},
         },
         "complexity",
     )
     complexity.run(params, Paths(tmp_path))
     metrics, table = read(tmp_path / "results" / "complexity")
-    assert len(metrics["rows"]) == len(table) == 8
+    assert len(metrics["rows"]) == len(table) == 10
     assert metrics["rows"][f"{DEIT}@224"]["params"] == 5_717_416
     assert metrics["rows"][f"{NANO}[design=dual,chunk_size=0]@144"]["options"] == {"design": "dual", "chunk_size": 0}
     assert metrics["dwconv_params_m"]["T"] == 4 * 9 * 64 / 1e6
@@ -43,12 +44,26 @@ def test_complexity_counts_every_combination(tmp_path):
         terms = list(csv.DictReader(stream))
     for kind, total in (("params", 5_717_416), ("macs", round(metrics["rows"][f"{DEIT}@224"]["macs_g"] * 1e9))):
         assert sum(int(t["value"]) for t in terms if (t["row"], t["kind"]) == (f"{DEIT}@224", kind)) == total
+    name = f"vit_adapter[backbone={DEIT}]@64x96"
+    adapted = metrics["rows"][name]
+    assert (adapted["params"], adapted["resolution"], adapted["options"]) == (7_966_640, [64, 96], {"backbone": DEIT})
+    in_terms = sum(int(t["value"]) for t in terms if (t["row"], t["kind"]) == (name, "macs_paper_convention"))
+    assert in_terms == round(adapted["macs_g_paper_convention"] * 1e9) > round(adapted["macs_g"] * 1e9)
+    lines = {line["row"]: line for line in table}
+    assert float(lines[name]["macs_g_paper_convention"]) == adapted["macs_g_paper_convention"] and lines[name]["resolution"] == "64x96"
+    assert lines[f"{DEIT}@224"]["macs_g_paper_convention"] == "" and "macs_g_paper_convention" not in metrics["rows"][f"{DEIT}@224"]
 
 
 @pytest.mark.parametrize("group", [{"models": ["vittt_gigantic"]}, {"models": [NANO], "vary": {"designs": ["dual"]}}])
 def test_complexity_refuses_in_one_line(tmp_path, group):
     data = {"sizes": {}, "groups": [{"resolutions": [144], **group}]}
     with pytest.raises(UserError, match=r"^complexity: \S+@144: "):
+        complexity.run(build(complexity.ComplexityParams, data, "complexity"), Paths(tmp_path))
+
+
+def test_a_backbone_without_adapter_is_refused_in_one_line(tmp_path):
+    data = {"sizes": {}, "groups": [], "adapters": {"backbones": ["resnet10t"], "images": [{"height": 64, "width": 64}]}}
+    with pytest.raises(UserError, match=r"^complexity: vit_adapter\[backbone=resnet10t\]@64: resnet10t: no plain backbone"):
         complexity.run(build(complexity.ComplexityParams, data, "complexity"), Paths(tmp_path))
 
 

@@ -48,6 +48,23 @@ def test_matched_by_rounding_by_truncation_and_differs(checkout):
     assert verdicts["text.5_4.share_params_t"].ours == pytest.approx(0.4424)
 
 
+def test_table_2_compares_the_papers_convention(checkout):
+    """The row's own multiply-adds stand beside it, and are no claim."""
+    rows = {
+        name: {"model": "vit_adapter", "options": {"backbone": VITTT}, "resolution": resolution, "params": 9_227_924, "params_m": 9.228,
+               "macs_g": 1.0, "macs_g_paper_convention": macs_g, "method": "counter"}
+        for name, resolution, macs_g in (("coco", [800, 1344], 74.26), ("ade20k", [512, 512], 17.7))
+    }  # fmt: skip
+    checkout.record("complexity", {"rows": rows, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
+    verdicts = checkout.judge()
+    assert verdicts["table2_coco.vittt_t.params_m"].status == verdicts["table2_ade20k.vittt_t.params_m"].status == "matched"
+    coco, ade20k = (verdicts[f"table2_{place}.vittt_t.macs_g"] for place in ("coco", "ade20k"))
+    assert (coco.status, coco.ours) == ("matched", 74.26)
+    # the paper's two halves contradict each other here, whatever ours is
+    assert (ade20k.status, ade20k.delta) == ("paper inconsistent", pytest.approx(-0.1))
+    assert verdicts["table2_coco.vittt_s.macs_g"].command == "repro complexity"
+
+
 def test_default_options_name_the_plain_model(checkout):
     checkout.count(t=(VITTT, {"design": "conv2d", "chunk_size": 16}, 224, 6_983_000, 1.44))
     verdicts = checkout.judge()

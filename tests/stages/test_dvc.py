@@ -17,6 +17,8 @@ FAMILIES = {
     "pretrain": ["repro.models.vittt"],
     "baselines": [f"repro.models.{family}" for family in ("deit", "vim", "vrwkv", "vit3")],
     "complexity": ["repro.models.vim", "repro.models.vrwkv"],
+    "detect": ["repro.models.vittt"],
+    "segment": ["repro.models.vittt"],
 }
 DATA_FILES = {"report": {"repro/report/paper.yaml"}}
 

@@ -242,6 +242,31 @@ def test_what_is_timed_runs(name, shape, gradients):
     assert len(cases.shapes()) == 15 and cases.COMPARED in cases.shapes()
 
 
+@pytest.mark.parametrize(("levels", "tokens", "queries"), [(1, 12, 6 * 8 + 3 * 4 + 2 * 2), (3, 6 * 8 + 3 * 4 + 2 * 2, 12)])
+def test_what_is_timed_of_deformable_attention_runs(levels, tokens, queries):
+    """A map of 3 by 4 pixels beside those of twice and half the sides, on the torch backend; the bytes of the tensors themselves."""
+    import torch
+
+    from kernels.tools import bench
+    from kernels.tools import ms_deform_attn_cases as cases
+
+    sizes = cases.Sizes(batch=2, tokens=12, heads=2, head_dim=8, levels=levels)
+    value, locations, weights = cases.layer_inputs(sizes, torch.device("cpu"))
+    assert value.shape == (2, tokens, 2, 8) and locations.shape == (2, queries, 2, levels, 4, 2)
+    implementations = cases.implementations(sizes)
+    out, _ = steps_of(implementations, "torch", "forward")
+    assert (out.shape, out.dtype) == ((2, queries, 2, 8), torch.bfloat16)
+    gradients, _ = steps_of(implementations, "torch", "forward+backward")
+    assert [g.shape for g in gradients] == [x.shape for x in (value, locations, weights)] and all(g.isfinite().all() for g in gradients)
+    read, written = (sum(x.numel() * x.element_size() for x in tensors) for tensors in ((value, locations, weights), (out,)))
+    assert sizes.bytes(bench.FORWARD) == read + written
+    assert sizes.bytes(bench.BOTH_PASSES) == (read + written) + (read + written) + read
+    assert sizes.flop(bench.FORWARD) == 2 * 5 * weights.numel() * 8 and sizes.flop(bench.BOTH_PASSES) == 2 * 13 * weights.numel() * 8
+    assert len(cases.shapes()) == 8 and cases.COMPARED in cases.shapes()
+    rows = [{**row("triton", 1.0, "ms_deform_attn"), "levels": n} for n in (1, 3)]
+    assert [line.split(" | ")[1] for line in kernels.times_table(rows).splitlines()[2:]] == ["6400, L 1", "6400, L 3"]
+
+
 def test_a_row_that_breaks_is_a_row(monkeypatch):
     """Neither a peer's failure nor a missing one ends the measurement, and numbers that are not there have a reason."""
     import torch
@@ -289,11 +314,11 @@ def test_with_an_operator_the_others_rows_stay(tmp_path, monkeypatch, capsys):
     kernels.run_resources(Paths(tmp_path))
     kernels.run_resources(Paths(tmp_path), "selective_scan")
     metrics = json.loads(record.read_text())["metrics"]
-    names = ["ttt_linear", "selective_scan", "bi_wkv"]
+    names = ["ttt_linear", "selective_scan", "bi_wkv", "ms_deform_attn"]
     assert made == [*names, "selective_scan"]
-    assert [(row["operator"], row["registers"]) for row in metrics["rows"]] == list(zip(names, (1, 4, 3), strict=True))
-    assert metrics["source_sha256"] == {"ttt_linear": "ttt_linear 3", "selective_scan": "selective_scan 4", "bi_wkv": "bi_wkv 3"}
-    assert "| `selective_scan` forward | sm_90 | 4 |" in page.read_text()
+    assert [(row["operator"], row["registers"]) for row in metrics["rows"]] == list(zip(names, (1, 5, 3, 4), strict=True))
+    assert metrics["source_sha256"] == {name: f"{name} {5 if name == 'selective_scan' else 4}" for name in names}
+    assert "| `selective_scan` forward | sm_90 | 5 |" in page.read_text()
     monkeypatch.setattr(kernels, "versions", lambda: {"triton": "another"})
     with pytest.raises(UserError, match="made with other versions; run without --op"):
         kernels.run_resources(Paths(tmp_path), "bi_wkv")

@@ -16,6 +16,7 @@ SMALL = {
     "ttt_linear": {"batch": 1, "tokens": 5, "heads": 1, "head_dim": 16, "chunk_size": 4},
     "selective_scan": {"batch": 1, "tokens": 3, "channels": 8, "state_dim": 8},
     "bi_wkv": {"batch": 1, "tokens": 9, "channels": 5},
+    "ms_deform_attn": {"batch": 1, "tokens": 4, "heads": 1, "head_dim": 4, "levels": 1},
 }
 
 

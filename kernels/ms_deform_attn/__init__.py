@@ -1,0 +1,5 @@
+"""Multi-scale deformable attention, the sampling of the ViT-Adapter: `op` has the function, `reference` the equation."""
+
+from .op import ms_deform_attn, selected_backend
+
+__all__ = ["ms_deform_attn", "selected_backend"]

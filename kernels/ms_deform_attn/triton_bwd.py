@@ -1,0 +1,142 @@
+"""Multi-scale deformable attention in Triton: the backward pass, in two kernels with a sort between them.
+
+With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and the shares
+(1 − |x − j|) (1 − |y − i|) that they have in it,
+
+    dweight = Σ_ij share_ij d_ij        dx, dy = weight · Σ_ij (∂share_ij / ∂x, y) d_ij        dvalue_ij = Σ weight · share_ij g
+
+The first kernel goes by rows as the forward kernel does. It has all that the gradients of weights and locations need, and writes
+down each sample's cell, the square between four pixels that it lies in; a map of h by w pixels has h + 1 by w + 1 of them.
+
+The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order; here the samples are sorted
+by their cell, torch's stable sort of an int for each, and the second kernel has a program for each pixel and head that adds up
+the samples of the four cells around it, in the order in which they stand: two runs give the same bits. Neighbouring cells of a row
+follow each other in the order, so that these are two stretches of it.
+
+Shape letters as in `triton_fwd`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_fwd
+from .triton_fwd import SIZES, by_rows, cell_of, launch, load_pixel, pixel_coordinates, shared_arguments
+
+
+@triton.jit
+def over_channels(g, v):
+    """Σ_c g v of each row."""
+    return tl.sum(g * v, 1)
+
+
+@triton.jit(do_not_specialize=["rows", "S", "Q", "cells", "bucket", *SIZES])
+def points_kernel(
+    dout_ptr, value_ptr, locations_ptr, weights_ptr, dlocations_ptr, dweights_ptr, cells_ptr, rows, S, Q, cells, bucket,
+    h0, w0, h1, w1, h2, w2, h3, w3,
+    M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dlocations, dweights, and each sample's cell: of `cells` for each image and head, or the number of all for one outside."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, WIDTH)
+    there = row < rows
+    image, head = row // M // Q, row % M
+    map_ptr = value_ptr + (image * S * M + head) * C
+    first = (image * M + head) * cells
+    none = tl.cast(rows, tl.int64) // Q * cells
+    g = tl.load(dout_ptr + row[:, None] * C + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    sizes = (h0, w0, h1, w1, h2, w2, h3, w3)
+    for level in tl.static_range(L):
+        h = sizes[2 * level]
+        w = sizes[2 * level + 1]
+        for p in tl.range(0, P):
+            sample = (row * L + level) * P + p
+            x, y = pixel_coordinates(locations_ptr, sample, there, h, w)
+            i, j, near = cell_of(x, y, h, w)
+            right, down = x - j, y - i
+            d00 = over_channels(g, load_pixel(map_ptr, i, j, near, h, w, c, M, C))
+            d01 = over_channels(g, load_pixel(map_ptr, i, j + 1, near, h, w, c, M, C))
+            d10 = over_channels(g, load_pixel(map_ptr, i + 1, j, near, h, w, c, M, C))
+            d11 = over_channels(g, load_pixel(map_ptr, i + 1, j + 1, near, h, w, c, M, C))
+            weight = tl.load(weights_ptr + sample, mask=there, other=0.0)
+            upper = d00 * (1.0 - right) + d01 * right
+            lower = d10 * (1.0 - right) + d11 * right
+            dx = weight * ((d01 - d00) * (1.0 - down) + (d11 - d10) * down)
+            tl.store(dweights_ptr + sample, upper * (1.0 - down) + lower * down, mask=there)
+            tl.store(dlocations_ptr + 2 * sample, dx * w, mask=there)
+            tl.store(dlocations_ptr + 2 * sample + 1, weight * (lower - upper) * h, mask=there)
+            cell = tl.where(near, first + (i + 1) * (w + 1) + (j + 1), none)
+            tl.store(cells_ptr + sample, cell.to(cells_ptr.dtype.element_ty), mask=there)
+        map_ptr += tl.cast(h, tl.int64) * w * (M * C)
+        first += (h + 1) * (w + 1)
+
+
+@triton.jit(do_not_specialize=["h", "w", "first", "first_cell", "S", "cells", "bucket"])
+def value_kernel(
+    dout_ptr, locations_ptr, weights_ptr, order_ptr, starts_ptr, dvalue_ptr, h, w, first, first_cell, S, cells, bucket,
+    M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, SAMPLES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dvalue on a level whose tokens start with `first` and whose cells with `first_cell`; `starts` has each cell's in `order`."""
+    program = tl.program_id(0)
+    head, pixel, image = program % M, program // M % (h * w), (program // M // (h * w)).to(tl.int64)
+    i, j = pixel // w, pixel % w
+    c = tl.arange(0, WIDTH)
+    dvalue = tl.zeros((SAMPLES, WIDTH), tl.float32)
+    for below in tl.static_range(2):
+        cell = (image * M + head) * cells + first_cell + (i + below) * (w + 1) + j
+        end = tl.load(starts_ptr + cell + 2)
+        for n in tl.range(tl.load(starts_ptr + cell), end, SAMPLES):
+            at = n + tl.arange(0, SAMPLES)
+            there = at < end
+            sample = tl.load(order_ptr + at, mask=there, other=0)
+            x, y = pixel_coordinates(locations_ptr, sample, there, h, w)
+            weight = tl.load(weights_ptr + sample, mask=there, other=0.0)
+            share = tl.where(there, weight * (1.0 - tl.abs(x - j)) * (1.0 - tl.abs(y - i)), 0.0)
+            from_row = dout_ptr + sample // (L * P) * C
+            g = tl.load(from_row[:, None] + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0)
+            dvalue += share[:, None] * g.to(tl.float32)
+    to = dvalue_ptr + ((image * S + first + pixel) * M + head) * C + c
+    tl.store(to, tl.sum(dvalue, 0).to(dvalue_ptr.dtype.element_ty), mask=c < C)
+
+
+def configs(head_dim: int) -> list[triton.Config]:
+    """The candidates of the kernel that goes by pixels; the first is the default, which runs untuned."""
+    found = (max(1, channels * 32 // triton.next_power_of_2(head_dim)) for channels in (8, 16, 4))
+    return [triton.Config({"SAMPLES": samples}, num_warps=1, num_stages=1) for samples in dict.fromkeys(found)]
+
+
+def backward(
+    dout: Tensor, value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor,
+    points_config: triton.Config | None = None, value_config: triton.Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C).
+
+    `points_config` is one of `triton_fwd.configs`, `value_config` one of `configs`; None tunes.
+    """
+    B, _, M, L, P = weights.shape
+    C, device = value.shape[3], value.device
+    levels = list(zip(shapes[::2], shapes[1::2], strict=True))
+    cells = sum((h + 1) * (w + 1) for h, w in levels)
+    arguments = shared_arguments(value, shapes, locations, weights)
+    arguments |= {"dout_ptr": dout.to(value.dtype).contiguous(), "cells": cells}
+    dvalue = value.new_empty(value.shape)
+    dlocations, dweights = (x.new_empty(x.shape, dtype=torch.float32) for x in (locations, weights))
+    # half the sort's work, wherever it will do
+    index = torch.int32 if B * M * cells < 2**31 else torch.int64
+    cell_of_sample = torch.empty(weights.numel(), dtype=index, device=device)
+    to_points = {"dlocations_ptr": dlocations, "dweights_ptr": dweights, "cells_ptr": cell_of_sample}
+    launch(points_kernel, triton_fwd.configs, by_rows(arguments["rows"]), arguments | to_points, device, points_config)
+
+    ordered, order = cell_of_sample.sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(B * M * cells + 1, dtype=index, device=device))
+    taken = "dout_ptr", "locations_ptr", "weights_ptr", "S", "cells", "bucket", "M", "C", "L", "P", "WIDTH"
+    arguments = {name: arguments[name] for name in taken} | {"order_ptr": order, "starts_ptr": starts, "dvalue_ptr": dvalue}
+    first = first_cell = 0
+    for h, w in levels:
+        arguments |= {"h": h, "w": w, "first": first, "first_cell": first_cell}
+        launch(value_kernel, configs, lambda meta, pixels=h * w: (B * pixels * M,), arguments, device, value_config)
+        first, first_cell = first + h * w, first_cell + (h + 1) * (w + 1)
+    return dvalue, dlocations.to(locations.dtype), dweights.to(weights.dtype)

@@ -1,0 +1,169 @@
+"""Detection samples: boxes and masks that follow every change of their image, which stays bytes; the model normalises and pads."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from pycocotools import mask as rle
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as F
+
+from ..core.errors import UserError
+from .coco import Instances
+from .pixels import read_pixels
+from .randomness import own_randomness
+from .settings import DetectionTransformSettings
+
+Target = dict[str, Any]
+_LEAST_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
+
+
+class CocoDetection(Dataset):
+    """Images and their targets. Items are asked for by (epoch, index), and the augmentation depends on these and the seed alone.
+
+    Evaluation takes every image; training leaves those out that have no target or a side of less than 32 pixels. One that cannot be
+    read, or is not as the annotations say, ends the run.
+
+    Args:
+        instances: see `coco.read_instances`.
+        settings: sizes and, for training, random changes.
+        training: whether to change at random.
+        seed: of the augmentation.
+
+    Raises:
+        UserError: no image is left to train on.
+    """
+
+    def __init__(self, instances: Instances, settings: DetectionTransformSettings, *, training: bool, seed: int = 0):
+        self.instances, self.settings, self.training, self.seed = instances, settings, training, seed
+        usable = (np.diff(instances.starts) > 0) & (instances.sizes >= _LEAST_SIDE_PX).all(axis=1)
+        self._places = np.flatnonzero(usable | (not training))
+        if training and not len(self._places):
+            raise UserError(f"{instances.file}: not one of {len(instances.names)} images has an instance to learn from; add some")
+        # one flag per image, set by the process that reads it
+        self._unreadable = torch.zeros(len(self._places), dtype=torch.uint8).share_memory_()
+
+    @property
+    def groups(self) -> np.ndarray:
+        """(N,) bool: whether an image is at least as wide as high; see `loader.TrainOrder`."""
+        height, width = self.instances.sizes[self._places].T
+        return width >= height
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Target]:
+        """(image, target); shapes of n targets in an image of (H, W) pixels.
+
+        Returns:
+            image: (3, H, W) uint8.
+            target: boxes (n, 4) fp32 corners in pixels of this image, labels (n,) int64 in 1..K, masks (n, H, W) uint8, image_id,
+                original_size (height, width) of the file. Who has no area left, in box or mask, is none.
+        """
+        epoch, index = key
+        place = int(self._places[index])
+        try:
+            pieces = self._read(place)
+        except UserError:
+            self._unreadable[index] = 1
+            raise
+        if self.training:
+            with own_randomness(self.seed, epoch, index):
+                pieces = _augment(pieces, self.settings)
+        else:
+            pieces = _resize(pieces, self.settings.min_size[-1], self.settings.max_size)
+        image, boxes, masks = (piece.as_subclass(Tensor) for piece in pieces)
+        kept = (boxes[:, 2:] > boxes[:, :2]).all(dim=1) & masks.flatten(1).any(dim=1).bool()
+        labels = torch.from_numpy(self.instances.labels[self.instances.targets(place)])
+        target = {
+            "boxes": boxes[kept],
+            "labels": labels[kept],
+            "masks": masks[kept],
+            "image_id": int(self.instances.image_ids[place]),
+            "original_size": tuple(self.instances.sizes[place].tolist()),
+        }
+        return image.contiguous(), target
+
+    def collate(self, samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
+        """Images of different sizes stay a list."""
+        images, targets = zip(*samples)
+        return list(images), list(targets)
+
+    def name(self, index: int) -> str:
+        """An image's file name."""
+        return self.instances.path(int(self._places[index])).name
+
+    def require_readable(self) -> None:
+        """Raise again what was wrong with an image that could not be read."""
+        for index in self._unreadable.nonzero().flatten().tolist():
+            self._read(int(self._places[index]))
+
+    def _read(self, place: int) -> list[tv_tensors.TVTensor]:
+        """Image, boxes and masks at the size of the file."""
+        path, size, targets = self.instances.path(place), tuple(self.instances.sizes[place].tolist()), self.instances.targets(place)
+        pixels = read_pixels(path)
+        if pixels.shape[:2] != size:
+            found, said = (f"{width}×{height}" for height, width in (pixels.shape[:2], size))
+            advice = "take images and annotations of one release"
+            raise UserError(f"{path}: is {found}, {self.instances.file.name} says {said}; {advice}")
+        try:
+            masks = [decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)]
+            together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]  # of one shape, also where there is none
+        except Exception as error:  # pycocotools raises bare ones
+            what = f"{self.instances.file.name} has a mask for it that does not fit"
+            raise UserError(f"{path}: {what} ({' '.join(str(error).split())}); get that file again") from None
+        return [
+            tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1)),
+            tv_tensors.BoundingBoxes(torch.from_numpy(self.instances.boxes[targets]), format="XYXY", canvas_size=size),
+            tv_tensors.Mask(torch.from_numpy(together)),
+        ]
+
+
+def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
+    """A picture, uint8 (3, H, W), at the size that a model is evaluated at."""
+    return _resize([tv_tensors.Image(image)], settings.min_size[-1], settings.max_size)[0].as_subclass(Tensor)
+
+
+def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
+    """COCO's polygons, RLE or compressed RLE -> (height, width) uint8; polygons of fewer than three corners cover nothing."""
+    if isinstance(segmentation, dict):
+        compressed = not isinstance(segmentation["counts"], list)
+        return rle.decode(segmentation if compressed else rle.frPyObjects(segmentation, height, width))
+    polygons = [polygon for polygon in segmentation if len(polygon) >= 6]
+    if not polygons:
+        return np.zeros((height, width), dtype=np.uint8)
+    return rle.decode(rle.merge(rle.frPyObjects(polygons, height, width)))
+
+
+def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSettings) -> list[tv_tensors.TVTensor]:
+    """DETR's policy, of which a flip and one resize are left without `crop_min_size`."""
+    if torch.rand(()) < settings.hflip:
+        pieces = [F.horizontal_flip(piece) for piece in pieces]
+    if settings.crop_min_size and torch.rand(()) < 0.5:
+        pieces = _resize(pieces, _draw(settings.crop_min_size), math.inf)
+        sides = pieces[0].shape[-2:]
+        smallest, largest = settings.crop_size
+        height, width = (_between(min(side, smallest), min(side, largest)) for side in sides)
+        top, left = _between(0, sides[0] - height), _between(0, sides[1] - width)
+        pieces = [F.crop(piece, top, left, height, width) for piece in pieces]
+    return _resize(pieces, _draw(settings.min_size), settings.max_size)
+
+
+def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
+    """Both sides by one factor, so that neither bound is passed; rounded as in mmdet, and bilinear without antialiasing as there."""
+    height, width = pieces[0].shape[-2:]
+    factor = min(short / min(height, width), longest / max(height, width))
+    size = [int(side * factor + 0.5) for side in (height, width)]
+    return [F.resize(piece, size, antialias=False) for piece in pieces]
+
+
+def _draw(choices: tuple[int, ...]) -> int:
+    return choices[_between(0, len(choices) - 1)]
+
+
+def _between(smallest: int, largest: int) -> int:
+    """A random integer, both ends included."""
+    return int(torch.randint(smallest, largest + 1, ()))

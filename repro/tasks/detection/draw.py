@@ -1,0 +1,53 @@
+"""A person's own pictures: what a model sees in them, and a drawing of it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib import colormaps
+from matplotlib.font_manager import findfont
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+
+from .mask_rcnn import Detections, MaskRcnn
+
+_LEGIBLE = 512  # pixels of the short side from which on labels can be read beside small objects
+_COLOURS = [tuple(round(255 * part) for part in colour) for colour in colormaps["tab10"].colors]
+
+
+def predict(model: MaskRcnn, images: Sequence[Tensor], resize: Callable[[Tensor], Tensor]) -> list[Detections]:
+    """What a model in eval mode sees in pictures, one after the other, so that the size of one changes nothing for another.
+
+    Args:
+        model: trained.
+        images: uint8 (3, H, W).
+        resize: to the size that the model is evaluated at, of the same type.
+
+    Returns:
+        For each picture, in its own pixels: `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool.
+    """
+    return [model.detect([resize(image)], [(image.shape[1], image.shape[2])])[0] for image in images]
+
+
+def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score: float = 0.5) -> Image.Image:
+    """Boxes, masks, class names and scores on a picture, which is enlarged where it is small.
+
+    Args:
+        image: uint8 (3, H, W).
+        detections: of `predict`.
+        names: of label 1, 2, ...
+        min_score: detections below are left out.
+    """
+    shown = detections["scores"] >= min_score
+    boxes, labels, scores, masks = (detections[name][shown].cpu() for name in ("boxes", "labels", "scores", "masks"))
+    factor = math.ceil(_LEGIBLE / min(image.shape[1:]))
+    image, masks = (pixels.repeat_interleave(factor, 1).repeat_interleave(factor, 2) for pixels in (image.cpu(), masks))
+    if not len(labels):
+        return to_pil_image(image)
+    colours = [_COLOURS[(label - 1) % len(_COLOURS)] for label in labels.tolist()]
+    texts = [f"{names[label - 1]} {score:.2f}" for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
+    image = draw_segmentation_masks(image, masks, alpha=0.45, colors=colours)
+    side = min(image.shape[1:])
+    font = {"font": findfont("DejaVu Sans"), "font_size": side // 36, "label_colors": "white"}  # of matplotlib, so it is there
+    return to_pil_image(draw_bounding_boxes(image, boxes * factor, texts, colours, width=side // 256, fill_labels=True, **font))

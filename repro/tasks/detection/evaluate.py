@@ -1,0 +1,88 @@
+"""COCO's average precision by pycocotools, of boxes and masks, from an annotation file and a list of results."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pycocotools import mask as rle
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch import Tensor
+
+from ...core.errors import UserError
+
+Result = dict[str, Any]
+NO_AREA_REASON = "no object of this size among the annotations"
+# the first six of the twelve numbers of COCO's summary
+_SUMMARY = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+_KINDS = {"box": "bbox", "mask": "segm"}
+
+
+def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Sequence[int]) -> list[Result]:
+    """The detections of one image in COCO's result format; plain types, for JSON.
+
+    Args:
+        image_id: of the annotation file.
+        detections: `boxes` (K, 4) as (x1, y1, x2, y2), `labels` (K,), `scores` (K,) and `masks` (K, H, W), of the picture's size.
+        category_ids: the annotation file's id of label 1, 2, ...
+    """
+    boxes, labels, scores, masks = (detections[name].cpu() for name in ("boxes", "labels", "scores", "masks"))
+    corners_sides = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
+    encoded = rle.encode(np.asfortranarray(masks.permute(1, 2, 0).numpy().astype(np.uint8)))
+    return [
+        {
+            "image_id": image_id,
+            "category_id": category_ids[label - 1],
+            "bbox": box,
+            "score": score,
+            "segmentation": {"size": list(mask["size"]), "counts": mask["counts"].decode()},
+        }
+        for box, label, score, mask in zip(corners_sides.tolist(), labels.tolist(), scores.tolist(), encoded, strict=True)
+    ]
+
+
+def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, float | None]:
+    """Average precision over all images of an annotation file, in percent.
+
+    Args:
+        annotations: in COCO's format; crowd regions are neither found nor missed.
+        results: of any of its images, as of `to_results`.
+
+    Returns:
+        `ap_box_percent` (IoU 0.50 to 0.95), `ap50_box_percent`, `ap75_box_percent`, `ap_small_box_percent`,
+        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. What has objects but no detections is 0; None is what has no objects.
+
+    Raises:
+        UserError: no such file, or a result of an image or category that it does not have.
+    """
+    if not annotations.is_file():
+        raise UserError(f"{annotations}: no such file")
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(annotations)
+        for name, known in (("image_id", truth.imgs), ("category_id", truth.cats)):
+            unknown = {result[name] for result in results} - set(known)
+            if unknown:
+                raise UserError(f"{annotations}: a result has {name} {min(unknown)}, which the file lacks; evaluate on its own images")
+        return {name: value for kind in _KINDS for name, value in _average_precision(truth, results, kind).items()}
+
+
+def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float | None]:
+    # a mask's own area decides whether it is small, and not that of its box, which COCO takes where there is one
+    left_out = "bbox" if kind == "mask" else "segmentation"
+    own = [{name: value for name, value in result.items() if name != left_out} for result in results]
+    if own:
+        found = truth.loadRes(own)
+    else:  # of which loadRes looks at the first
+        found = COCO()
+        found.dataset = {**truth.dataset, "annotations": []}
+        found.createIndex()
+    evaluation = COCOeval(truth, found, _KINDS[kind])
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    values = [None if value < 0 else 100 * float(value) for value in evaluation.stats[: len(_SUMMARY)]]
+    return {f"{name}_{kind}_percent": value for name, value in zip(_SUMMARY, values, strict=True)}

@@ -1,0 +1,38 @@
+"""Mask R-CNN's part of params sections. Imports nothing heavy: the stage modules need it for `--help`."""
+
+import dataclasses
+
+from ...core.config import bounded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskRcnnParams:
+    """Sizes of Mask R-CNN; the defaults are mmdet's for R50-FPN, which Vision-RWKV trains with.
+
+    Args:
+        fpn_channels: of the pyramid and the RPN.
+        box_channels: of the two fully connected layers of the box head.
+        mask_channels: of the convolutions of the mask head.
+        mask_layers: 3x3 convolutions of the mask head.
+        anchor_scale: side of a level's square anchor in strides of that level.
+        rpn_samples: anchors per image that the RPN's loss sees, at most half of them positive.
+        train_candidates, test_candidates: boxes per level and image that enter the RPN's non-maximum suppression.
+        train_proposals, test_proposals: boxes per image that come out of it.
+        roi_samples: proposals per image that the heads are trained on, at most a quarter of them positive.
+        min_score: detections below are dropped.
+        max_detections: per image; COCO's evaluation looks at no more than 100.
+    """
+
+    fpn_channels: int = bounded(256, ge=1)
+    box_channels: int = bounded(1024, ge=1)
+    mask_channels: int = bounded(256, ge=1)
+    mask_layers: int = bounded(4, ge=1)
+    anchor_scale: float = bounded(8.0, gt=0)
+    rpn_samples: int = bounded(256, ge=2)
+    train_candidates: int = bounded(2000, ge=1)
+    test_candidates: int = bounded(1000, ge=1)
+    train_proposals: int = bounded(1000, ge=1)
+    test_proposals: int = bounded(1000, ge=1)
+    roi_samples: int = bounded(512, ge=4)
+    min_score: float = bounded(0.05, ge=0, le=1)
+    max_detections: int = bounded(100, ge=1, le=100)

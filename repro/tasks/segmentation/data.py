@@ -1,0 +1,102 @@
+"""Segmentation samples: pairs of ADE20K's format, resized and augmented by mmsegmentation's own steps."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from ...core.errors import UserError
+from ...data.ade20k import AdePairs
+from ...data.randomness import own_randomness
+from .openmmlab import Compose, Pad, PhotoMetricDistortion, RandomCrop, RandomFlip, RandomResize, Resize, ResizeToMultiple, cv2
+from .params import SegmentationTransformSettings
+
+IGNORED = 255  # the label of pixels that count neither in the loss nor in the metrics
+Batch = tuple[Tensor, Tensor]  # uint8 images (B, 3, H, W), uint8 label maps (B, H, W)
+_MULTIPLE = 32  # of the sides of an image that is evaluated
+
+
+class AdeSegmentation(Dataset):
+    """Images and label maps. Items are asked for by (epoch, index), and the augmentation depends on these and the seed alone.
+
+    A pair that cannot be read, or does not fit together, ends the run.
+
+    Args:
+        pairs: of a split; their values 1..K become classes 0..K-1, and 0 becomes `IGNORED`.
+        settings: of the resize, the crop and the augmentation.
+        training: whether to crop and to augment.
+        seed: of the augmentation.
+    """
+
+    def __init__(self, pairs: AdePairs, settings: SegmentationTransformSettings, *, training: bool, seed: int = 0):
+        self.pairs, self.training, self.seed = pairs, training, seed
+        self._steps = Compose(_training_steps(settings) if training else _evaluation_steps(settings))
+        # one flag per pair, set by the process that reads it
+        self._unreadable = torch.zeros(len(pairs), dtype=torch.uint8).share_memory_()
+        cv2.setNumThreads(0)  # the loading processes are what runs in parallel
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """(image, label map), uint8: in training (3, S, S) and (S, S) with S the crop's side.
+
+        In evaluation the image is (3, H, W) with H and W multiples of 32, and the label map (h, w) as large as its file.
+        """
+        epoch, index = key
+        try:
+            image, values = self.pairs.read(index)
+        except UserError:
+            self._unreadable[index] = 1
+            raise
+        labels = values - np.uint8(1)  # 0 wraps around to IGNORED
+        results = {"img": _turned(image)}
+        if self.training:
+            results |= {"gt_seg_map": labels, "seg_fields": ["gt_seg_map"]}
+        with own_randomness(self.seed, epoch, index):
+            results = self._steps(results)
+        return _to_tensor(results["img"]), torch.from_numpy(np.ascontiguousarray(results.get("gt_seg_map", labels)))
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
+        """Samples of one size as a batch; those of evaluation come one by one."""
+        return tuple(default_collate(samples))
+
+    def name(self, index: int) -> str:
+        """An image's file name."""
+        return self.pairs.name(index)
+
+    def require_readable(self) -> None:
+        """Raise again what was wrong with a pair that could not be read."""
+        for index in self._unreadable.nonzero().flatten().tolist():
+            self.pairs.read(index)
+
+
+def resize(image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
+    """A picture, uint8 (3, h, w), at the size that a model is evaluated at, (3, H, W) with H and W multiples of 32."""
+    return _to_tensor(Compose(_evaluation_steps(settings))({"img": _turned(image.permute(1, 2, 0).numpy())})["img"])
+
+
+def _evaluation_steps(settings: SegmentationTransformSettings) -> list:
+    return [Resize(scale=settings.scale, keep_ratio=True), ResizeToMultiple(size_divisor=_MULTIPLE)]
+
+
+def _training_steps(settings: SegmentationTransformSettings) -> list:
+    size = (settings.crop_size, settings.crop_size)
+    # the published recipe pads with 0 after it has normalised; the bytes that become 0 there, to within 0.01, are the rounded mean
+    filling = {"img": tuple(round(255 * mean) for mean in reversed(settings.mean)), "seg": IGNORED}
+    return [
+        RandomResize(scale=settings.scale, ratio_range=settings.ratio, resize_type="mmseg.Resize", keep_ratio=True),
+        RandomCrop(crop_size=size, cat_max_ratio=settings.cat_max_ratio, ignore_index=IGNORED),
+        RandomFlip(prob=settings.hflip),
+        PhotoMetricDistortion(),
+        Pad(size=size, pad_val=filling),
+    ]
+
+
+def _turned(image: np.ndarray) -> np.ndarray:
+    """(H, W, 3), red first, to OpenCV's blue first, or back."""
+    return np.ascontiguousarray(image[..., ::-1])
+
+
+def _to_tensor(image: np.ndarray) -> Tensor:
+    return torch.from_numpy(_turned(image).transpose(2, 0, 1).copy())

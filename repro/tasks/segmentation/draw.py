@@ -1,0 +1,57 @@
+"""A person's own pictures: what a model sees in them, and a drawing of it."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import draw_segmentation_masks
+
+from ...data.imagenet import ToInput
+from .data import resize
+from .openmmlab import ADE20KDataset, EncoderDecoder
+from .params import SegmentationTransformSettings
+from .task import label_map
+
+_PALETTE = [tuple(colour) for colour in ADE20KDataset.METAINFO["palette"]]
+_LEGIBLE = 512  # pixels of the short side from which on there is room for a legend
+_FONT_PX = 16
+_ROW_PX = 22
+
+
+def predict(model: EncoderDecoder, image: Tensor, settings: SegmentationTransformSettings, device: torch.device) -> Tensor:
+    """The class of every pixel of a picture, uint8 (3, h, w), by a model in eval mode: (h, w) int64 on the CPU."""
+    return label_map(model, ToInput(settings, device)(resize(image, settings)[None]), tuple(image.shape[1:])).cpu()
+
+
+def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float = 0.002) -> Image.Image:
+    """A picture under the colours of its classes, enlarged where it is small, and a legend at its right side.
+
+    Args:
+        image: uint8 (3, h, w).
+        labels: (h, w) integers: indices into `names`.
+        names: of the classes.
+        min_share: classes that cover less of the picture are coloured, but not in the legend.
+    """
+    factor = max(1, math.ceil(_LEGIBLE / min(image.shape[1:])))
+    found, counts = labels.unique(return_counts=True)
+    shares = {int(index): int(count) / labels.numel() for index, count in zip(found, counts, strict=True)}
+    colours = {index: _PALETTE[index % len(_PALETTE)] for index in shares}
+    masks = torch.stack([labels == index for index in shares])
+    mixed = draw_segmentation_masks(image, masks, alpha=0.55, colors=list(colours.values()))
+    picture = to_pil_image(mixed.repeat_interleave(factor, 1).repeat_interleave(factor, 2))
+
+    largest_first = sorted(shares.items(), key=lambda item: -item[1])
+    rows = [(index, f"{names[index]} {share:.1%}") for index, share in largest_first if share >= min_share]
+    font = ImageFont.load_default(_FONT_PX)
+    width = max((math.ceil(font.getlength(text)) for _, text in rows), default=0) + 2 * _ROW_PX
+    canvas = Image.new("RGB", (picture.width + width, max(picture.height, _ROW_PX * len(rows))), "white")
+    canvas.paste(picture)
+    pen = ImageDraw.Draw(canvas)
+    for row, (index, text) in enumerate(rows):
+        left, top = picture.width + 6, row * _ROW_PX + 3
+        pen.rectangle((left, top, left + _FONT_PX, top + _FONT_PX), fill=colours[index], outline="black")
+        pen.text((left + _ROW_PX, top + _FONT_PX / 2), text, fill="black", font=font, anchor="lm")
+    return canvas

@@ -1,0 +1,57 @@
+"""The segmentation parts of params sections. Imports nothing heavy: the stage modules need them for `--help`."""
+
+import dataclasses
+
+from ...core.config import bounded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UperNetParams:
+    """The network behind the adapter; the defaults are Vision-RWKV's, as are those of ViT-Adapter and Swin.
+
+    Args:
+        channels: width of UperNet's head.
+        aux_channels: width of the auxiliary FCN head, which is used in training alone.
+        pool_scales: sides of the maps of the pyramid pooling.
+        dropout: of whole channels, in front of both classifiers.
+    """
+
+    channels: int = bounded(512, ge=1)
+    aux_channels: int = bounded(256, ge=1)
+    pool_scales: tuple[int, ...] = bounded((1, 2, 3, 6), ge=1)
+    dropout: float = bounded(0.1, ge=0, le=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentationTransformSettings:
+    """How an image and its label map become a training sample, and how an image is cut into windows for evaluation.
+
+    Args:
+        scale: [long, short]; an image is resized, its ratio kept, to the largest size whose sides do not exceed these.
+        ratio: [smallest, largest]; in training `scale` is first multiplied by a number drawn from this range.
+        crop_size: side of the random training crop and of the windows of evaluation, in pixels.
+        stride: from one window to the next, in pixels.
+        cat_max_ratio: a crop is drawn again, ten times at most, while one class takes this share of its labelled pixels.
+        hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
+        mean, std: per channel (red, green, blue), of values in [0, 1].
+    """
+
+    scale: tuple[int, ...] = bounded((2048, 512), ge=1)
+    ratio: tuple[float, ...] = bounded((0.5, 2.0), gt=0)
+    crop_size: int = bounded(512, ge=32)
+    stride: int = bounded(341, ge=1)
+    cat_max_ratio: float = bounded(0.75, gt=0, le=1)
+    hflip: float = bounded(0.5, ge=0, le=1)
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
+
+    def __post_init__(self) -> None:
+        if len(self.scale) != 2 or self.scale[0] < self.scale[1]:
+            raise ValueError(f"scale: expected [long, short], got {list(self.scale)}")
+        if len(self.ratio) != 2 or self.ratio[0] > self.ratio[1]:
+            raise ValueError(f"ratio: expected [smallest, largest], got {list(self.ratio)}")
+        if self.stride > self.crop_size:
+            raise ValueError(f"stride: {self.stride} leaves gaps between windows of crop_size {self.crop_size}")
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")

@@ -1,0 +1,122 @@
+"""Semantic segmentation: the two heads' losses, and mIoU of what sliding windows predict."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import UserError
+from ...core.ranks import Ranks
+from ...data.imagenet import ToInput
+from ...data.loader import EvalLoader, TrainLoader
+from .data import IGNORED, Batch
+from .openmmlab import EncoderDecoder, IoUMetric, PixelData, SegDataSample
+from .params import SegmentationTransformSettings
+
+
+class Segmentation:
+    """The engine's task: see `repro.engine.loop.Task`.
+
+    `class_iou_percent` has the IoU of each class at the last evaluation, None for one that neither labels nor predictions have.
+
+    Args:
+        model: of `build_upernet`.
+        train: training batches.
+        val: validation images, one by one, every one once.
+        batch_size: images per step, of all ranks together.
+        transform: how batches become inputs of the model.
+        classes: their names.
+        device: where the model lies.
+        ranks: the processes that train together; the loaders give this one's share.
+    """
+
+    def __init__(
+        self, model: EncoderDecoder, train: TrainLoader, val: EvalLoader, *, batch_size: int,
+        transform: SegmentationTransformSettings, classes: tuple[str, ...], device: torch.device, ranks: Ranks = Ranks(),
+    ):  # fmt: skip
+        self.model = self.network = model
+        self.train, self.val, self.device, self.ranks = train, val, device, ranks
+        self.batch_size, self.steps_per_epoch = batch_size, len(train)
+        self.to_input, self.classes = ToInput(transform, device), classes
+        self.class_iou_percent: dict[str, float | None] = {}
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on."""
+        return self.train.batches(epoch, start)
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """Both heads' cross-entropies, the auxiliary one weighted, their sum, and UperNet's share of right labelled pixels."""
+        labels = batch[1].to(self.device, non_blocking=True).long()
+        samples = [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels]
+        found = self.network(self.to_input(batch[0]), samples, mode="loss")
+        decode, aux = found["decode.loss_ce"], found["aux.loss_ce"]
+        return {"loss": decode + aux, "loss_decode": decode, "loss_aux": aux, "accuracy_percent": found["decode.acc_seg"].squeeze()}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """A batch in equal parts.
+
+        Raises:
+            UserError: parts of one image on one process, of which pyramid pooling leaves batch norm a single value.
+        """
+        if len(batch[0]) == parts and self.ranks.world_size == 1:
+            raise UserError("UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size")
+        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
+
+    def evaluate(self, model: EncoderDecoder) -> dict[str, float]:
+        """Mean IoU, mean accuracy and pixel accuracy in percent over the whole validation split, whatever the ranks."""
+        metrics, iou = measure(lambda image, size: label_map(model, self.to_input(image), size), self.val, len(self.classes), self.ranks)
+        self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
+        return metrics
+
+    def describe(self, epoch: int, number: int) -> list[str]:
+        """The files of this rank's batch."""
+        return self.train.files(epoch, number)
+
+    def inspect(self, batch: Batch) -> dict[str, Any]:
+        """How many of a batch's pixels have each label."""
+        values, counts = batch[1].unique(return_counts=True)
+        return {"pixels_of_label": dict(zip(values.tolist(), counts.tolist(), strict=True))}
+
+
+@torch.inference_mode()
+def label_map(model: EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:
+    """Classes (h, w), int64, of an image: logits of sliding windows averaged, resized bilinearly to `size`, the largest taken.
+
+    Args:
+        model: of `build_upernet`, in eval mode.
+        inputs: one normalised image (1, 3, H, W).
+        size: height and width of the result.
+    """
+    sample = SegDataSample(metainfo={"ori_shape": tuple(size)})
+    return model.predict(inputs, [sample])[0].pred_sem_seg.data[0]
+
+
+def measure(
+    predict: Callable[[Tensor, tuple[int, int]], Tensor], batches: Iterable[Batch], num_classes: int, ranks: Ranks = Ranks()
+) -> tuple[dict[str, float], list[float | None]]:
+    """mmsegmentation's metrics over all images: areas are added up, and IoU and accuracy of a class are quotients of the sums.
+
+    Args:
+        predict: image uint8 (1, 3, H, W) and a size (h, w) -> classes (h, w), integers.
+        batches: images one by one, with label maps (1, h, w) of the size at which the prediction is judged; on several ranks each
+            one's share.
+        num_classes: labels are 0 to num_classes - 1, or `IGNORED`.
+        ranks: over which the areas are added up.
+
+    Returns:
+        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `images`; and the IoU
+        of each class in percent, None where it occurs neither in labels nor in predictions.
+    """
+    areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
+    for image, (label,) in batches:
+        predicted = predict(image, tuple(label.shape)).cpu()
+        areas += torch.stack(IoUMetric.intersect_and_union(predicted, label, num_classes, IGNORED))
+        images += 1
+    *sums, images = ranks.sum([*areas.flatten().tolist(), images])
+    # intersection, union, predicted, labelled
+    found = IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
+    means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
+    metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}
+    return metrics | {"images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]

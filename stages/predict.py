@@ -1,0 +1,151 @@
+"""`repro predict`: what a trained model sees in a person's own pictures."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.core.paths import find_root
+from repro.core.record import atomic, write_json
+from repro.core.runtime import choose_device, load_runtime
+from repro.data.settings import DetectionTransformSettings, TransformSettings
+from repro.tasks.detection.params import MaskRcnnParams
+from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
+
+Task = Literal["classify", "detect", "segment"]
+TOP = 5
+
+
+def command(
+    images: Annotated[list[Path], typer.Argument(help="Pictures of any size; a folder stands for those in it.")],
+    weights: Annotated[Path, typer.Option(help="A .safetensors file of this project; it names its model and its task.")],
+    task: Annotated[Task | None, typer.Option(help="Only if the weights are of this task.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures drawn over, and predictions.json.")] = Path("predictions"),
+    min_score: Annotated[float, typer.Option(min=0, max=1, help="Detections below are not drawn.")] = 0.5,
+) -> None:
+    """Classify pictures, or draw what is detected or segmented in them."""
+    run(images, weights, task, output, min_score, choose_device(load_runtime(find_root()).device))
+
+
+def run(images: list[Path], weights: Path, task: Task | None, output: Path, min_score: float, device: Any) -> None:
+    """Print a line per picture; for detection and segmentation also write <output>/<picture>.png and <output>/predictions.json.
+
+    Raises:
+        UserError: weights of another task, a picture that cannot be read, two of one name; nothing is written then.
+    """
+    import torch
+
+    from repro.data.pixels import read_pixels
+    from repro.models.weights import read_metadata
+
+    metadata = read_metadata(weights)
+    own_task = (metadata.get("task") or {"name": "classify"})["name"]
+    if task not in (None, own_task):
+        raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")
+    files = _pictures(images)
+    pictures = {path: torch.from_numpy(read_pixels(path)).permute(2, 0, 1).contiguous() for path in files}
+    see = {"classify": _classifier, "detect": _detector, "segment": _segmenter}[own_task](weights, metadata, device, min_score)
+    found = {}
+    for path, picture in pictures.items():
+        line, found[path.name], drawn = see(picture)
+        print(f"{path}: {line}", flush=True)
+        if drawn is not None:
+            with atomic(output / f"{path.stem}.png") as temporary:
+                drawn.save(temporary, "PNG")
+    if own_task != "classify":
+        write_json(output / "predictions.json", {"weights": weights.name, "model": metadata["model"], "task": own_task, "pictures": found})
+        print(f"{len(found)} picture{'s' if len(found) > 1 else ''} drawn in {output}")
+
+
+def _pictures(given: list[Path]) -> list[Path]:
+    from repro.data.tree import EXTENSIONS
+
+    files = []
+    for path in given:
+        inside = sorted(each for each in path.iterdir() if each.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(f"{path}: holds no picture ({', '.join(EXTENSIONS)})")
+        files += inside
+    stems = [path.stem for path in files]
+    twice = next((path for path in files if stems.count(path.stem) > 1), None)
+    if twice is not None:
+        raise UserError(f"{twice}: another picture has the name {twice.stem}, too, and would be drawn over it; rename one")
+    return files
+
+
+def _classifier(weights: Path, metadata: dict, device: Any, min_score: float) -> Any:
+    import torch
+    from torchvision.transforms.functional import to_pil_image
+
+    from repro.data.imagenet import ToInput, eval_transform
+    from repro.models.weights import build_from_weights
+
+    model, settings = build_from_weights(weights)[0].to(device), TransformSettings.from_preprocessing(metadata["preprocessing"])
+    transform, to_input = eval_transform(settings), ToInput(settings, device)
+
+    @torch.inference_mode()
+    def see(picture: Any) -> tuple[str, Any, None]:
+        logits = model(to_input(transform(to_pil_image(picture))[None]))
+        ranked = logits.float().softmax(1)[0].cpu().sort(descending=True)
+        best = [(metadata["classes"][index], float(share)) for share, index in zip(ranked.values[:TOP], ranked.indices[:TOP].tolist(), strict=True)]
+        return ", ".join(f"{name} {100 * share:.1f} %" for name, share in best), None, None
+
+    return see
+
+
+def _detector(weights: Path, metadata: dict, device: Any, min_score: float) -> Any:
+    from repro.data.detection import resize
+    from repro.tasks.detection.draw import draw, predict
+
+    from .detect import build as build_detector
+
+    parts, names = metadata["task"], metadata["classes"]
+    settings = build(DetectionTransformSettings, parts["transform"], f"{weights}: transform")
+    sizes = build(MaskRcnnParams, parts["mask_rcnn"], f"{weights}: mask_rcnn")
+    model = _filled(weights, metadata, "last", lambda adapter: build_detector(adapter, len(names), sizes)).to(device)
+
+    def see(picture: Any) -> tuple[str, Any, Any]:
+        (seen,) = predict(model, [picture], lambda image: resize(image, settings))
+        kept = seen["scores"] >= min_score
+        objects = [
+            {"class": names[label - 1], "score": round(score, 4), "box_xyxy": [round(side, 1) for side in box]}
+            for box, label, score in zip(*(seen[key][kept].tolist() for key in ("boxes", "labels", "scores")), strict=True)
+        ]
+        listed = ", ".join(f"{each['class']} {each['score']:.2f}" for each in objects)
+        return listed or f"nothing with a score of {min_score} or more", objects, draw(picture, seen, names, min_score)
+
+    return see
+
+
+def _segmenter(weights: Path, metadata: dict, device: Any, min_score: float) -> Any:
+    from repro.tasks.segmentation.draw import draw, predict
+
+    from .segment import build as build_segmenter
+
+    parts, names = metadata["task"], metadata["classes"]
+    settings = build(SegmentationTransformSettings, parts["transform"], f"{weights}: transform")
+    widths = build(UperNetParams, parts["upernet"], f"{weights}: upernet")
+    model = _filled(weights, metadata, "each", lambda adapter: build_segmenter(adapter, len(names), widths, settings)).to(device)
+
+    def see(picture: Any) -> tuple[str, Any, Any]:
+        labels = predict(model, picture, settings, device)
+        shares = {names[index]: round(float((labels == index).float().mean()), 4) for index in labels.unique().tolist()}
+        shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+        return ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items()), shares, draw(picture, labels, names)
+
+    return see
+
+
+def _filled(weights: Path, metadata: dict, features: Literal["last", "each"], wrap: Any) -> Any:
+    """A dense model as its weights file describes it, in eval mode."""
+    from repro.models.adapter import build_adapter
+    from repro.models.weights import load_weights
+
+    try:
+        model = wrap(build_adapter(metadata["model"], options=metadata["options"], features=features))
+    except ValueError as error:
+        raise UserError(f"{weights}: {error}") from None
+    load_weights(weights, model, name=metadata["model"])
+    return model.eval()

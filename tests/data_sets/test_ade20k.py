@@ -1,0 +1,135 @@
+"""Pairs of image and label map, and every way in which they can be wrong."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from repro.core.errors import UserError
+from repro.data.ade20k import AdePairs
+
+RNG = np.random.default_rng(0)
+STEMS = {"training": ["ADE_train_00000001", "ADE_train_00000002", "ADE_train_00000003"], "validation": ["ADE_val_00000001"]}
+HEADING = "Idx\tRatio\tTrain\tVal\t\tName\n"
+
+
+def names(count):
+    return HEADING + "".join(f"{i}\t0.1\t100\t10\t\tthing {i}, object {i}\n" for i in range(1, count + 1))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Four pairs of 6 x 4 pixels, as ADEChallengeData2016 lays them out."""
+    for split, stems in STEMS.items():
+        for part in ("images", "annotations"):
+            (tmp_path / part / split).mkdir(parents=True)
+        for stem in stems:
+            Image.fromarray(RNG.integers(256, size=(4, 6, 3), dtype=np.uint8)).save(tmp_path / f"images/{split}/{stem}.jpg")
+            Image.fromarray(RNG.integers(151, size=(4, 6), dtype=np.uint8)).save(tmp_path / f"annotations/{split}/{stem}.png")
+    (tmp_path / "objectInfo150.txt").write_text(names(150))
+    (tmp_path / "images/training/.hidden.jpg").write_text("x")
+    (tmp_path / "images/training/notes.txt").write_text("x")
+    return tmp_path
+
+
+def test_pairs_by_hand(root):
+    train, val = (AdePairs(root, split) for split in ("train", "val"))
+    assert (len(train), len(val)) == (3, 1)
+    assert train.classes == tuple(f"thing {i}, object {i}" for i in range(1, 151))
+    stem = STEMS["training"][1]
+    assert train.paths(1) == (root / f"images/training/{stem}.jpg", root / f"annotations/training/{stem}.png")
+    assert train.name(1) == f"{stem}.jpg"
+    image, labels = train.read(1)
+    with Image.open(train.paths(1)[0]) as theirs:
+        assert np.array_equal(image, np.asarray(theirs))
+    with Image.open(train.paths(1)[1]) as theirs:
+        assert np.array_equal(labels, np.asarray(theirs))
+    assert image.dtype == labels.dtype == np.uint8
+
+
+def test_the_folder_around_it_will_do(root, tmp_path_factory):
+    outer = tmp_path_factory.mktemp("outer")
+    (outer / "ADEChallengeData2016").symlink_to(root)
+    assert len(AdePairs(outer, "train")) == 3
+
+
+def test_images_may_be_grey_small_and_of_any_size(root):
+    for part, extension in (("images", "jpg"), ("annotations", "png")):
+        Image.new("L", (1, 700), 3).save(root / f"{part}/training/{STEMS['training'][0]}.{extension}")
+    image, labels = AdePairs(root, "train").read(0)
+    assert image.shape == (700, 1, 3) and labels.shape == (700, 1) and (labels == 3).all()
+
+
+def label(root, image):
+    image.save(root / f"annotations/validation/{STEMS['validation'][0]}.png")
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (Image.new("L", (6, 4), 151), "holds label 151, at most 150 expected; take ADEChallengeData2016"),
+        (Image.new("L", (6, 4), 255), "holds label 255, at most 150 expected"),
+        (Image.new("L", (4, 6), 1), r"is 4×6, its image 6×4; take ADEChallengeData2016"),
+        (Image.new("RGB", (6, 4)), "label map of mode RGB, one channel of 8 bits expected"),
+        (Image.new("I;16", (6, 4)), "label map of mode I;16, one channel of 8 bits expected"),
+    ],
+)
+def test_label_maps_of_another_release_are_refused_by_name(root, image, message):
+    label(root, image)
+    with pytest.raises(UserError, match=rf"ADE_val_00000001\.png: {message}") as caught:
+        AdePairs(root, "val").read(0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_label_map_for_fewer_classes(root):
+    (root / "objectInfo150.txt").rename(root / "objectInfo13.txt")
+    (root / "objectInfo13.txt").write_text(names(13))
+    label(root, Image.new("L", (6, 4), 13))
+    AdePairs(root, "val").read(0)
+    label(root, Image.new("L", (6, 4), 14))
+    with pytest.raises(UserError, match="holds label 14, at most 13 expected"):
+        AdePairs(root, "val").read(0)
+
+
+def test_an_image_that_exif_turns_away_from_its_label_map(root):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (6, 4)).save(root / "images/validation/ADE_val_00000001.jpg", exif=exif)
+    with pytest.raises(UserError, match=r"ADE_val_00000001\.png: is 6×4, its image 4×6"):
+        AdePairs(root, "val").read(0)
+
+
+def test_damaged_images_are_refused_by_name(root):
+    (root / "images/validation/ADE_val_00000001.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match=r"ADE_val_00000001\.jpg: unreadable image"):
+        AdePairs(root, "val").read(0)
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("images/training/ADE_train_00000002.jpg", r"annotations/training/ADE_train_00000002: has no image \(1 such files\)"),
+        ("annotations/training/ADE_train_00000002.png", r"images/training/ADE_train_00000002: has no label map \(1 such files\)"),
+        ("objectInfo150.txt", "0 files objectInfo<classes>.txt, which name the classes, one expected"),
+    ],
+)
+def test_missing_files_are_refused_by_name(root, gone, message):
+    (root / gone).unlink()
+    with pytest.raises(UserError, match=rf"{message}; take ADEChallengeData2016\.zip"):
+        AdePairs(root, "train")
+
+
+def test_missing_and_empty_folders(root):
+    for path in [*(root / "images/validation").iterdir(), *(root / "annotations/validation").iterdir()]:
+        path.unlink()
+    with pytest.raises(UserError, match="images/validation: holds no image; take ADEChallengeData2016"):
+        AdePairs(root, "val")
+    (root / "annotations/validation").rmdir()
+    with pytest.raises(UserError, match="annotations/validation: No such file or directory"):
+        AdePairs(root, "val")
+
+
+@pytest.mark.parametrize("text", ["", HEADING, HEADING + "1\twall\n3\tsky\n", "wall\nsky\n"])
+def test_a_list_of_classes_that_is_none(root, text):
+    (root / "objectInfo150.txt").write_text(text)
+    with pytest.raises(UserError, match=r"objectInfo150\.txt: expected a heading and lines that begin with 1, 2, 3"):
+        AdePairs(root, "train")

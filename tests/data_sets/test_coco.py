@@ -1,0 +1,419 @@
+"""COCO detection: annotations and samples against counts by hand and pycocotools."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pycocotools import mask as rle
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from repro.core.errors import UserError
+from repro.data.coco import read_instances
+from repro.data.detection import CocoDetection, decode_mask
+from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.settings import DetectionTransformSettings
+
+WIDTH, HEIGHT = 60, 40
+CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "name": "bee"}]  # in no order, with gaps
+
+
+def block(left, top, right, bottom, height=HEIGHT, width=WIDTH):
+    mask = np.zeros((height, width), dtype=np.uint8)
+    mask[top:bottom, left:right] = 1
+    return mask
+
+
+def polygon(left, top, right, bottom):
+    return [[left, top, right, top, right, bottom, left, bottom]]
+
+
+def compressed(mask):
+    encoded = rle.encode(np.asfortranarray(mask))
+    return {"size": encoded["size"], "counts": encoded["counts"].decode()}
+
+
+def runs(mask):
+    """Uncompressed RLE: lengths of runs of 0 and 1, column by column, zeros first."""
+    flat = mask.T.ravel().tolist()
+    counts, value = [0], 0
+    for pixel in flat:
+        if pixel != value:
+            counts.append(0)
+            value = pixel
+        counts[-1] += 1
+    return {"size": list(mask.shape), "counts": counts}
+
+
+def annotation(number, image_id, category_id, bbox, segmentation, **more):
+    return {
+        "id": number, "image_id": image_id, "category_id": category_id, "bbox": bbox, "segmentation": segmentation,
+        "area": max(bbox[2] * bbox[3], 0), "iscrowd": 0, **more,
+    }  # fmt: skip
+
+
+def image(number, width=WIDTH, height=HEIGHT, name=None):
+    return {"id": number, "file_name": name or f"{number:012d}.png", "width": width, "height": height}
+
+
+def places(width=WIDTH, height=HEIGHT):
+    """An image whose red is 2 x and whose green is 2 y + 1: from where a pixel comes can be read from it."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    return np.dstack([2 * x, 2 * y + 1, np.zeros_like(x)]).astype(np.uint8)
+
+
+def content():
+    """12 has one target of each form, and what is none; 5 has nothing; 30 is portrait; 31 is too small; 40 has only a crowd."""
+    return {
+        "images": [image(12), image(5), image(30, 36, 50), image(31, 40, 31), image(40)],
+        "annotations": [
+            annotation(1, 12, 90, [10, 5, 20, 10], polygon(10, 5, 30, 15)),
+            annotation(2, 12, 7, [0, 0, 8, 40], runs(block(0, 0, 8, 40))),
+            annotation(3, 30, 18, [6, 10, 12, 20], compressed(block(6, 10, 18, 30, 50, 36))),
+            annotation(4, 12, 18, [50, 30, 20, 20], compressed(block(50, 30, 60, 40))),  # leaves the image
+            annotation(5, 12, 18, [0, 0, 60, 40], runs(block(0, 0, 60, 40)), iscrowd=1),
+            annotation(6, 12, 18, [70, 10, 5, 5], polygon(70, 10, 75, 15)),  # outside
+            annotation(7, 12, 18, [10, 10, 0, 5], polygon(10, 10, 10, 15)),  # no area
+            annotation(8, 12, 18, [10, 10, 0.5, 5], polygon(10, 10, 10.5, 15)),  # less than a pixel
+            annotation(9, 12, 18, [10, 10, 5, 5], polygon(10, 10, 15, 15), area=0),
+            annotation(10, 31, 7, [4, 4, 10, 10], polygon(4, 4, 14, 14)),
+            annotation(11, 40, 7, [4, 4, 10, 10], runs(block(4, 4, 14, 14)), iscrowd=1),
+        ],
+        "categories": [dict(category) for category in CATEGORIES],
+    }
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write(tmp_path, content())
+
+
+def write(folder, found, split="train2017"):
+    (folder / "annotations").mkdir(exist_ok=True)
+    (folder / split).mkdir(exist_ok=True)
+    (folder / f"annotations/instances_{split}.json").write_text(json.dumps(found))
+    for row in found["images"]:
+        Image.fromarray(places(row["width"], row["height"])).save(folder / split / row["file_name"])
+    return folder
+
+
+def same_size(**changes):
+    """Sizes that leave a 60 x 40 image as it is."""
+    return DetectionTransformSettings(**{"min_size": (40,), "max_size": 60, "hflip": 0.0, **changes})
+
+
+def detection(root, settings=None, *, training=False, seed=0):
+    return CocoDetection(read_instances(root, "train"), settings or same_size(), training=training, seed=seed)
+
+
+def test_targets_by_hand(root):
+    found = read_instances(root, "train")
+    assert found.classes == ("ant", "bee", "cat") and found.category_ids == (7, 18, 90)
+    assert found.image_ids.tolist() == [5, 12, 30, 31, 40] and np.diff(found.starts).tolist() == [0, 3, 1, 1, 0]
+    assert found.sizes.tolist() == [[40, 60], [40, 60], [50, 36], [31, 40], [40, 60]]
+    of_12 = found.targets(1)
+    assert found.labels[of_12].tolist() == [3, 1, 2]
+    assert found.boxes[of_12].tolist() == [[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]
+    masks = [decode_mask(found.segmentation(target), HEIGHT, WIDTH) for target in range(of_12.start, of_12.stop)]
+    for mask, expected in zip(masks, [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)], strict=True):
+        assert np.array_equal(mask, expected)
+
+
+def test_masks_agree_with_pycocotools(root):
+    coco = COCO(root / "annotations/instances_train2017.json")
+    for row in content()["annotations"]:
+        size = coco.imgs[row["image_id"]]
+        assert np.array_equal(decode_mask(row["segmentation"], size["height"], size["width"]), coco.annToMask(row))
+    two = [*polygon(2, 2, 10, 10), *polygon(8, 8, 20, 12), [1, 1, 5, 5]]
+    assert np.array_equal(decode_mask(two, HEIGHT, WIDTH), block(2, 2, 10, 10) | block(8, 8, 20, 12))
+    assert not decode_mask([[1, 1, 5, 5]], HEIGHT, WIDTH).any()
+
+
+def test_evaluation_takes_every_image_and_training_the_usable_ones(root):
+    evaluation, training = detection(root), detection(root, training=True)
+    assert [evaluation[(0, i)][1]["image_id"] for i in range(len(evaluation))] == [5, 12, 30, 31, 40]
+    assert [training[(0, i)][1]["image_id"] for i in range(len(training))] == [12, 30]
+    assert training.groups.tolist() == [True, False]
+    assert [evaluation.name(i) for i in (0, 4)] == ["000000000005.png", "000000000040.png"]
+
+
+def test_an_image_without_targets_has_empty_ones(root):
+    pixels, target = detection(root)[(0, 0)]
+    assert pixels.shape == (3, 40, 60) and pixels.dtype == torch.uint8
+    assert [tuple(target[key].shape) for key in ("boxes", "labels", "masks")] == [(0, 4), (0,), (0, 40, 60)]
+    assert [target[key].dtype for key in ("boxes", "labels", "masks")] == [torch.float32, torch.int64, torch.uint8]
+
+
+def test_a_mask_of_nothing_is_no_target(tmp_path):
+    found = content()
+    found["annotations"][0]["segmentation"] = [[10, 5, 30, 15]]
+    pixels, target = detection(write(tmp_path, found), training=True)[(0, 0)]
+    assert target["labels"].tolist() == [1, 2] and len(target["boxes"]) == len(target["masks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "short", "longest", "expected"),
+    [
+        ((480, 640), 800, 1333, (800, 1067)),  # 1066.67: mmdet rounds
+        ((427, 640), 800, 1333, (800, 1199)),  # 1199.06
+        ((200, 1000), 800, 1333, (267, 1333)),  # the longest side binds: 266.6
+        ((640, 480), 800, 1333, (1067, 800)),
+    ],
+)
+def test_sizes_by_hand(tmp_path, size, short, longest, expected):
+    height, width = size
+    found = {
+        "images": [image(1, width, height)],
+        "annotations": [annotation(1, 1, 7, [8, 16, 100, 120], polygon(8, 16, 108, 136))],
+        "categories": CATEGORIES,
+    }
+    settings = DetectionTransformSettings(min_size=(short // 2, short), max_size=longest)
+    pixels, target = detection(write(tmp_path, found), settings)[(0, 0)]
+    assert tuple(pixels.shape) == (3, *expected) and target["original_size"] == size
+    along, down = expected[1] / width, expected[0] / height
+    assert target["boxes"][0].tolist() == pytest.approx([8 * along, 16 * down, 108 * along, 136 * down], rel=1e-6)
+    y, x = target["masks"][0].nonzero(as_tuple=True)
+    edges = [x.min(), y.min(), x.max() + 1, y.max() + 1]
+    assert torch.stack(edges).tolist() == pytest.approx(target["boxes"][0].tolist(), abs=1)
+
+
+def test_flip_by_hand(root):
+    plain, flipped = (detection(root, same_size(hflip=p), training=True)[(0, 0)] for p in (0.0, 1.0))
+    assert torch.equal(flipped[0], plain[0].flip(-1)) and torch.equal(flipped[1]["masks"], plain[1]["masks"].flip(-1))
+    assert flipped[1]["boxes"].tolist() == [[30, 5, 50, 15], [52, 0, 60, 40], [0, 30, 10, 40]]
+    assert torch.equal(flipped[1]["labels"], plain[1]["labels"])
+
+
+def test_flips_are_as_often_as_they_should_be(root):
+    dataset = detection(root, same_size(hflip=0.3), training=True)
+    flips = sum(int(dataset[(epoch, 0)][0][0, 0, 0]) != 0 for epoch in range(400))
+    assert 90 < flips < 150  # 120, standard deviation 9
+
+
+def test_crops_by_hand(root):
+    """To a short side of 40, which this image has; then 16 to 24 pixels each way; then enlarged, so that pixels can be told."""
+    settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
+    dataset = detection(root, settings, training=True)
+    boxes, masks = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]), [
+        block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40),
+    ]  # fmt: skip
+    seen, crops, sides = set(), 0, set()
+    for epoch in range(120):
+        pixels, target = dataset[(epoch, 0)]
+        # nearest neighbours of the enlarged image tell which pixels of the file are in it
+        height, width = pixels.shape[1:]
+        x, y = pixels[0, height // 2].float() / 2, (pixels[1, :, width // 2].float() - 1) / 2
+        left, right = sorted((round(x[0].item()), round(x[-1].item())))
+        top, bottom = round(y[0].item()), round(y[-1].item())
+        flipped, wide, high = bool(x[0] > x[-1]), right - left + 1, bottom - top + 1
+        crops += (wide, high) != (60, 40)
+        if (wide, high) == (60, 40):
+            continue
+        assert 16 <= wide <= 24 and 16 <= high <= 24
+        sides |= {wide, high}
+        inside = [mask[top : bottom + 1, left : right + 1] for mask in masks]
+        kept = [place for place, mask in enumerate(inside) if mask.any()]
+        assert target["labels"].tolist() == [(3, 1, 2)[place] for place in kept]
+        seen.add(tuple(kept))
+        for place, box, mask in zip(kept, target["boxes"], target["masks"], strict=True):
+            clipped = boxes[place] - [left, top, left, top]
+            clipped = np.clip(clipped, 0, [wide, high, wide, high])
+            expected = inside[place]
+            if flipped:
+                clipped[[0, 2]] = wide - clipped[[2, 0]]
+                expected = expected[:, ::-1]
+            across, down = width / wide, height / high
+            assert box.tolist() == pytest.approx((clipped * [across, down, across, down]).tolist(), rel=1e-5, abs=1e-4)
+            enlarged = expected[(np.arange(height) * high) // height][:, (np.arange(width) * wide) // width]
+            assert (enlarged != mask.numpy()).mean() < 1e-3
+    assert 40 < crops < 80  # half of them, standard deviation 5.5
+    assert len(seen) >= 4 and () in seen and len(sides) == 9
+
+
+def test_multi_scale_draws_every_size(root):
+    dataset = detection(root, same_size(min_size=(20, 30, 40), max_size=60), training=True)
+    assert {tuple(dataset[(epoch, 0)][0].shape[1:]) for epoch in range(40)} == {(20, 30), (30, 45), (40, 60)}
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
+    settings = same_size(hflip=0.5, crop_min_size=(40, 50), crop_size=(16, 24), min_size=(20, 30, 40))
+    one, again, other = (detection(root, settings, training=True, seed=seed) for seed in (1, 1, 2))
+    torch.manual_seed(3)
+    drawn = [[pixels.sum().item() for pixels, _ in (dataset[(epoch, 0)] for epoch in range(8))] for dataset in (one, again, other)]
+    state = torch.get_rng_state()
+    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 4
+    one[(3, 1)]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_batch_lists(root, workers):
+    train = TrainLoader(detection(root, training=True), batch_size=2, seed=0, workers=workers)
+    val = EvalLoader(detection(root), batch_size=2, workers=workers)
+    try:
+        ((images, targets),) = train.batches(0)
+        assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}  # 50 x 36 with a short side of 40
+        assert sorted(target["image_id"] for target in targets) == [12, 30] and sorted(train.files(0, 0)) == [
+            "000000000012.png", "000000000030.png",
+        ]  # fmt: skip
+        assert [target["image_id"] for _, targets in val for target in targets] == [5, 12, 30, 31, 40]
+    finally:
+        train.close(), val.close()
+
+
+def test_the_truth_as_a_prediction_scores_1(root):
+    """Labels, category ids, sizes and masks go the whole way round; crowds are pycocotools' own affair."""
+    dataset = detection(root, DetectionTransformSettings(min_size=(80,), max_size=1000))
+    results = []
+    for index in range(len(dataset)):
+        pixels, target = dataset[(0, index)]
+        height, width = target["original_size"]
+        scale = torch.tensor([width / pixels.shape[2], height / pixels.shape[1]]).repeat(2)
+        for box, label, mask in zip(target["boxes"] * scale, target["labels"], target["masks"]):
+            small = np.asarray(Image.fromarray(mask.numpy()).resize((width, height), Image.Resampling.NEAREST))
+            x, y, right, bottom = box.tolist()
+            results.append(
+                {
+                    "image_id": target["image_id"], "category_id": dataset.instances.category_ids[label - 1],
+                    "bbox": [x, y, right - x, bottom - y], "segmentation": compressed(small), "score": 1.0,
+                }  # fmt: skip
+            )
+    truth = content()
+    real = {1, 2, 3, 4, 5, 10, 11}  # without those that nobody can find
+    truth["annotations"] = [row for row in truth["annotations"] if row["id"] in real]
+    truth["annotations"][3]["bbox"] = [50, 30, 10, 10]
+    file = root / "truth.json"
+    file.write_text(json.dumps({"info": {}, **truth}))
+    coco = COCO(file)
+    for kind in ("bbox", "segm"):
+        evaluation = COCOeval(coco, coco.loadRes(results), kind)
+        evaluation.evaluate(), evaluation.accumulate(), evaluation.summarize()
+        assert evaluation.stats[0] == pytest.approx(1.0)
+
+
+def change(**changes):
+    """Rows of a list changed by their place: `annotations={0: {"bbox": None}}`."""
+
+    def apply(found):
+        for name, rows in changes.items():
+            for place, values in rows.items():
+                found[name][place] |= values
+
+    return apply
+
+
+def drop(name, place, key):
+    def apply(found):
+        del found[name][place][key]
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda found: found.pop("categories"), "has no list 'categories'; unpack annotations_trainval2017.zip again"),
+        (change(annotations={2: {"category_id": 8}}), "annotation 3 has category_id 8, which is not in the file"),
+        (change(annotations={2: {"image_id": 99}}), "annotation 3 has image_id 99, which is not in the file"),
+        (change(annotations={2: {"bbox": [1, 2, 3]}}), "annotation 3 is malformed"),
+        (change(annotations={2: {"bbox": None}}), "annotation 3 is malformed"),
+        (change(annotations={2: {"segmentation": []}}), "annotation 3 has no segmentation"),
+        (drop("annotations", 2, "segmentation"), "annotation 3 has no segmentation"),
+        (drop("annotations", 2, "bbox"), r"annotations\[2\] is malformed, it needs id, image_id, category_id, bbox"),
+        (drop("images", 1, "height"), r"images\[1\] is malformed, it needs id, file_name, height, width"),
+        (change(images={1: {"id": 12}}), "two of its images have the same id"),
+        (change(categories={1: {"id": 90}}), "two of its categories have the same id"),
+    ],
+)
+def test_bad_annotations_are_refused_by_name(root, spoil, message):
+    found = content()
+    spoil(found)
+    (root / "annotations/instances_train2017.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=rf"instances_train2017\.json: .*{message}") as caught:
+        read_instances(root, "train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("", "not valid JSON"), ('{"images": [', "not valid JSON"), ("[]", "has no list 'images'")],
+)
+def test_bad_files_are_refused_by_name(root, text, message):
+    file = root / "annotations/instances_train2017.json"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=rf"instances_train2017\.json: {message}.*; unpack annotations_trainval2017\.zip again"):
+        read_instances(root, "train")
+
+
+def test_missing_images_are_refused_by_name(root):
+    for number in (5, 30):
+        (root / f"train2017/{number:012d}.png").unlink()
+    with pytest.raises(UserError, match=r"train2017/000000000005\.png: no such file, .* \(2 such images\); unpack train2017\.zip"):
+        read_instances(root, "train")
+    for path in (root / "train2017").iterdir():
+        path.unlink()
+    os.rmdir(root / "train2017")
+    with pytest.raises(UserError, match="train2017: No such file or directory"):
+        read_instances(root, "train")
+
+
+def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):
+    write(tmp_path, {**content(), "annotations": []})
+    assert len(detection(tmp_path)) == 5
+    with pytest.raises(UserError, match=r"instances_train2017\.json: not one of 5 images has an instance to learn from"):
+        detection(tmp_path, training=True)
+
+
+def other_size(root, file):
+    Image.fromarray(places(40, 60)).save(file)
+
+
+def cut(root, file):
+    os.truncate(file, 100)
+
+
+def other_mask(root, file):
+    found = content()
+    found["annotations"][1]["segmentation"] = runs(block(0, 0, 8, 40, 50, 50))
+    write(root, found)
+
+
+def broken_mask(root, file):
+    found = content()
+    found["annotations"][0]["segmentation"] = [["a"] * 6]
+    write(root, found)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (other_size, r"is 40×60, instances_train2017\.json says 60×40"),
+        (cut, "unreadable image"),
+        (other_mask, r"instances_train2017\.json has a mask for it that does not fit"),
+        (broken_mask, r"instances_train2017\.json has a mask for it that does not fit"),
+    ],
+)
+def test_what_shows_when_read_is_one_line_in_the_main_process(root, spoil, message, workers):
+    file = root / "train2017/000000000012.png"
+    spoil(root, file)
+    loader = TrainLoader(detection(root, training=True), batch_size=1, seed=0, workers=workers)
+    try:
+        with pytest.raises(UserError, match=rf"000000000012\.png: {message}") as caught:
+            list(loader.batches(0))
+        assert "\n" not in str(caught.value)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"min_size": ()}, {"min_size": (900,), "max_size": 800}, {"crop_size": (300,)}, {"crop_size": (5, 4)}]
+)
+def test_impossible_settings(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        DetectionTransformSettings(**changes)

@@ -1,0 +1,184 @@
+"""Manifests of scenes, COCO and ADE20K, through the stage that writes them."""
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pytest
+
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.core.record import read_json
+from repro.core.runtime import Runtime
+from repro.data.ade20k import AdePairs
+from repro.data.check import Depth, Report
+from repro.data.check_dense import CocoCounts, check_ade20k, check_coco
+from repro.data.coco import read_instances
+from repro.data.dense import build_dense_manifest, open_dense
+from repro.data.manifest import build_manifest, open_root, read_manifest
+from repro.data.scenes import CATEGORY_IDS, write_scenes
+from repro.data.settings import ScenesSettings
+from repro.data.tree import scan_tree
+from stages.prepare_data import PrepareData, run
+
+SMALL = ScenesSettings(train=6, val=3)
+CELL = {"kind": "scenes", "expected": {"classes": 13, "train": 6, "val": 3}, "draw": {"train": 6, "val": 3}}
+
+
+@pytest.fixture
+def scenes(tmp_path):
+    write_scenes(tmp_path / "scenes", SMALL)
+    return tmp_path / "scenes"
+
+
+def test_scenes_end_to_end_and_again(tmp_path):
+    paths, runtime = Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"})
+    folder, contents = paths.cell("prepare_data", "scenes"), []
+    for _ in range(2):
+        run(build(PrepareData, CELL, "prepare_data.scenes"), paths, runtime, "scenes")
+        contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
+    assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
+    metrics = read_json(folder / "metrics.json")["metrics"]
+    assert (metrics["classes"], metrics["train_images"], metrics["val_images"], metrics["departures"]) == (13, 6, 3, 0)
+    manifest = read_manifest(folder / "manifest.json")
+    assert manifest.generated == SMALL and list(manifest.splits["train"].folders) == [
+        "ade20k/annotations/training", "ade20k/images/training", "coco/annotations/instances_train2017.json", "coco/train2017",
+    ]  # fmt: skip
+    root = runtime.data_root(paths, "scenes")
+    shutil.rmtree(root)
+    assert open_dense(root, manifest, "coco") == root / "coco" and len(read_instances(root / "coco", "train").names) == 6
+    assert len(AdePairs(open_dense(root, manifest, "ade20k"), "val")) == 3
+
+
+def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
+    wrong = build(PrepareData, {**CELL, "expected": {"classes": 13, "train": 5, "val": 3}}, "x")
+    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 5 expected, .* holds 6"):
+        run(wrong, Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"}), "mine")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("kind", ["coco", "ade20k"])
+def test_others_are_prepared_where_they_lie(scenes, tmp_path, kind):
+    """A part of scenes is a COCO, or an ADE20K, of which most is missing."""
+    before = sorted(scenes.rglob("*"))
+    classes = {"coco": 10, "ade20k": 13}[kind]
+    cell = build(PrepareData, {"kind": kind, "expected": {"classes": classes, "train": 6, "val": 3}}, "x")
+    run(cell, Paths(tmp_path), Runtime(data_roots={kind: str(scenes / kind)}), "subset")
+    manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
+    official = {"coco": ("COCO 2017", "80", "118,287", "5,000"), "ade20k": ("ADE20K", "150", "20,210", "2,000")}[kind]
+    assert manifest.departures == tuple(
+        f"{what}: {found}, {official[0]} has {wanted}"
+        for what, found, wanted in zip(("classes", "train", "val"), (classes, 6, 3), official[1:])
+    )
+    assert manifest.generated is None and len(manifest.classes) == classes
+    assert sorted(scenes.rglob("*")) == before
+    assert open_dense(scenes / kind, manifest, kind) == scenes / kind
+
+
+def remove_image(root):
+    (root / "coco/train2017/000000000003.png").unlink()
+
+
+def cut_image(root):
+    os.truncate(root / "coco/train2017/000000000003.png", 100)
+
+
+def cut_label(root):
+    os.truncate(root / "ade20k/annotations/validation/ADE_val_00000002.png", 100)
+
+
+def edit_annotations(root):
+    file = root / "coco/annotations/instances_val2017.json"
+    file.write_text(file.read_text().replace("0", "1", 1))
+
+
+def remove_annotations(root):
+    (root / "coco/annotations/instances_val2017.json").unlink()
+
+
+def remove_pair(root):
+    for name in ("images/training/ADE_train_00000001.png", "annotations/training/ADE_train_00000001.png"):
+        (root / "ade20k" / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part", "message"),
+    [
+        (remove_image, "coco", r"coco/train2017: 5 images, the manifest has 6 \(1 such difference\); remove .*scenes and"),
+        (cut_image, "coco", r"coco/train2017: \d+ bytes in 6 images, the manifest has \d+: a file was changed or cut"),
+        (cut_label, "ade20k", r"annotations/validation: \d+ bytes in 3 images, .* cut \(1 such difference\)"),
+        (edit_annotations, "coco", r"instances_val2017\.json: an annotation file that does not hold what the manifest has"),
+        (remove_annotations, "coco", r"instances_val2017\.json: No such file"),
+        (remove_pair, "ade20k", r"images/training: 5 images, the manifest has 6 \(2 such differences\)"),
+    ],
+)
+def test_what_differs_from_the_manifest_is_one_line(scenes, spoil, part, message):
+    manifest = build_dense_manifest(scenes, "scenes", SMALL)
+    spoil(scenes)
+    with pytest.raises(UserError, match=message) as caught:
+        open_dense(scenes, manifest, part)
+    assert "\n" not in str(caught.value)
+
+
+def test_pairs_are_judged_in_both_splits(scenes):
+    (scenes / "ade20k/images/training/ADE_train_00000001.png").unlink()
+    with pytest.raises(UserError, match="ADE_train_00000001: has no image"):
+        build_dense_manifest(scenes, "scenes", SMALL)
+
+
+def test_categories_of_train_and_val_must_be_the_same(scenes):
+    file = scenes / "coco/annotations/instances_val2017.json"
+    content = json.loads(file.read_text())
+    content["categories"][0]["name"] = "zero"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"instances_val2017\.json: has other categories than instances_train2017\.json"):
+        build_dense_manifest(scenes / "coco", "coco")
+
+
+def test_kinds_are_not_taken_for_one_another(scenes, root):
+    folders = build_manifest(scan_tree(root, "digits"), "digits")
+    with pytest.raises(UserError, match="digits is not laid out as coco; choose a prepare_data cell of kind coco or scenes"):
+        open_dense(root, folders, "coco")
+    manifest = build_dense_manifest(scenes, "scenes", SMALL)
+    with pytest.raises(UserError, match="scenes has no class folders; choose a prepare_data cell of kind digits or imagenet"):
+        open_root(scenes, manifest)
+    with pytest.raises(UserError, match="coco is not laid out as ade20k"):
+        open_dense(scenes / "coco", dataclasses.replace(manifest, kind="coco"), "ade20k")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draw": None}, "draw: needed for kind scenes"),
+        ({"kind": "coco"}, "draw: needed for kind scenes, and for no other"),
+        ({"generate": {}}, "generate: needed for kind digits, and for no other"),
+        ({"draw": {"image_size": 64}}, r"draw\.image_size: 64 is out of range"),
+    ],
+)
+def test_bad_params(changes, message):
+    with pytest.raises(UserError, match=message):
+        build(PrepareData, {**CELL, **changes}, "prepare_data.scenes")
+
+
+def test_the_check_of_the_originals_accepts_the_formats(scenes):
+    """With the counts of scenes for those of the originals, nothing is left to say against them."""
+    lines = []
+    instances = {f"{split}2017": len(read_instances(scenes / "coco", split).labels) for split in ("train", "val")}
+    counts = CocoCounts(
+        images={"train2017": 6, "val2017": 3}, instances=instances, empty_boxes={"train2017": 0, "val2017": 0},
+        category_ids=frozenset(CATEGORY_IDS),
+    )  # fmt: skip
+    check_coco(scenes / "coco", Report(lines.append), Depth(full=True), expected=counts)
+    check_ade20k(scenes / "ade20k", Report(lines.append), Depth(full=True), expected={"training": 6, "validation": 3})
+    assert lines and all(line.startswith("ok ") for line in lines), lines
+
+
+def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(scenes):
+    lines = []
+    check_coco(scenes / "coco", Report(lines.append), Depth(full=True))
+    check_ade20k(scenes / "ade20k", Report(lines.append), Depth(full=True))
+    complaints = [line for line in lines if not line.startswith("ok ")]
+    assert len(complaints) == 10 and all(" expected" in line for line in complaints), lines
+    assert sum("10 categories (no id 10), 80 expected" in line for line in complaints) == 2

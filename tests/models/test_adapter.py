@@ -1,0 +1,401 @@
+"""The ViT-Adapter against its equations, its published parameter counts, and the backbones that it must leave as they are."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.optim._param_groups import param_groups_layer_decay
+from torch import nn
+
+import repro.models  # noqa: F401  registers the models
+from repro.models.adapter import (
+    AdapterSize,
+    ConvFFN,
+    DeformableAttention,
+    Extractor,
+    SpatialPrior,
+    ViTAdapter,
+    build_adapter,
+    reference_points,
+)
+from repro.models.registry import as_plain_backbone
+from repro.models.vittt import POOLS
+
+FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3")
+SIZE = AdapterSize(num_heads=2, prior_channels=4)
+
+
+def nano(family: str = "vittt", *, seed: int = 0, options: dict | None = None, **kwargs) -> ViTAdapter:
+    torch.manual_seed(seed)
+    return build_adapter(f"{family}_nano_patch16_144", options=options, **kwargs).eval()
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return module
+
+
+def block_outputs(adapter: ViTAdapter) -> list:
+    """Filled with the output of every block at each forward pass."""
+    found = []
+    for block in adapter.trunk.blocks:
+        block.register_forward_hook(lambda module, args, out: found.append(out))
+    return found
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("size, width, own", [("tiny", 192, 2_438_192), ("small", 384, 5_830_160), ("base", 768, 13_680_608)])
+def test_parameters_as_published(size, width, own):
+    """Backbone and adapter, in units of 0.01 M for VRWKV and ViT (Table 2 prints none of them more exactly)."""
+    totals = {}
+    for family in FAMILIES:
+        with torch.device("meta"):
+            adapter = build_adapter(f"{family}_{size}_patch16_224")
+        assert adapter.embed_dim == width and count(adapter) - count(adapter.backbone) == own
+        totals[family] = count(adapter)
+    vittt, vrwkv, vit = {
+        "tiny": (9_227_924, 8.40, 7_966_640), "small": (31_809_368, 29.26, 27_503_888), "base": (115_239_152, 106.56, 99_495_392),
+    }[size]  # fmt: skip
+    assert (totals["vittt"], round(totals["vrwkv"] / 1e6, 2), totals["deit"]) == (vittt, vrwkv, vit)
+
+
+CASES = [*(("vittt", {"pool": pool}) for pool in POOLS), *((family, {}) for family in FAMILIES[1:]), ("class token", {})]
+
+
+def adapted(family: str, options: dict) -> ViTAdapter:
+    if family != "class token":
+        return nano(family, options=options)
+    torch.manual_seed(0)
+    return ViTAdapter(as_plain_backbone(timm.create_model("deit_nano_patch16_144", dynamic_img_size=True))).eval()
+
+
+@pytest.mark.parametrize("family, options", CASES)
+def test_before_training_the_backbone_is_the_plain_one(family, options):
+    """γ = 0: every block has what it has without an adapter, bit for bit."""
+    adapter = adapted(family, options)
+    found, image = block_outputs(adapter), torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        adapter(image)
+        with_adapter = found[:]
+        tokens, grid = adapter.backbone.embed(image)
+        for block, other in zip(adapter.backbone.blocks, with_adapter, strict=True):
+            tokens = block(tokens, grid)
+            assert torch.equal(tokens, other)
+
+
+@pytest.mark.parametrize("family, options", CASES)
+def test_injection_passes_class_tokens_by(family, options):
+    adapter = adapted(family, options)
+    nn.init.ones_(adapter.injectors[0].gamma)
+    taken = []
+    adapter.trunk.blocks[0].register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+    image = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        adapter(image)
+        before, (h, w) = adapter.backbone.embed(image)
+    same = (taken[0] == before).all(-1)[0]
+    assert same.nonzero().flatten().tolist() == list(adapter.backbone.prefix_positions(h * w))
+
+
+def test_weights_outside_the_blocks_are_taken_off():
+    adapter = nano()
+    assert not [name for name in adapter.state_dict() if name.startswith(("backbone.norm", "backbone.head"))]
+
+
+def test_order_of_the_interactions():
+    adapter, order = nano(), []
+    for name in ("injectors", "extractors", "trunk.blocks"):
+        modules = adapter.trunk.blocks if name == "trunk.blocks" else getattr(adapter, name)
+        for i, module in enumerate(modules):
+            module.register_forward_hook(lambda module, args, out, label=f"{name[0]}{i}": order.append(label))
+    with torch.no_grad():
+        adapter(torch.randn(1, 3, 32, 32))
+    assert order == "i0 t0 e0 i1 t1 e1 i2 t2 e2 i3 t3 e3 e4 e5".split()
+
+
+@pytest.mark.parametrize("height, width", [(64, 96), (33, 100), (1, 32)])
+def test_maps_are_of_the_padded_image(height, width):
+    adapter, image = nano(), torch.randn(2, 3, height, width)
+    padded = torch.zeros(2, 3, -(-height // 32) * 32, -(-width // 32) * 32)
+    padded[:, :, :height, :width] = image
+    with torch.no_grad():
+        maps, expected = adapter(image), adapter(padded)
+    assert [tuple(m.shape) for m in maps] == [(2, 64, padded.shape[2] // s, padded.shape[3] // s) for s in (4, 8, 16, 32)]
+    assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
+
+
+def test_reference_points_are_cell_centres_row_by_row():
+    points = reference_points([(2, 3), (1, 2)], torch.device("cpu"))
+    first, second = [[x / 6, y / 4] for y in (1, 3) for x in (1, 3, 5)], [[1 / 4, 1 / 2], [3 / 4, 1 / 2]]
+    assert points.dtype == torch.float32
+    torch.testing.assert_close(points, torch.tensor(first + second))
+
+
+def test_deformable_attention_by_grid_sample():
+    torch.manual_seed(0)
+    M, P, grids = 2, 4, [(4, 6), (2, 3)]
+    layer = shaken(DeformableAttention(8, 2, AdapterSize(num_heads=M, value_ratio=0.5))).double()
+    query, value = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(3, 30, 8, dtype=torch.float64)
+    points = torch.rand(5, 2)
+    offsets = layer.offset_proj(query).view(3, 5, M, 2, P, 2)
+    weights = layer.weight_proj(query).view(3, 5, M, 2 * P).exp()
+    weights = (weights / weights.sum(-1, keepdim=True)).view(3, 5, M, 2, P)
+    start, expected = 0, 0
+    for level, (h, w) in enumerate(grids):
+        maps = layer.value_proj(value)[:, start : start + h * w].transpose(1, 2).reshape(3 * M, 2, h, w)
+        start += h * w
+        where = points.double()[None, :, None, None] + offsets[:, :, :, level] / torch.tensor([w, h])
+        samples = F.grid_sample(maps, (2 * where - 1).transpose(1, 2).flatten(0, 1), align_corners=False)
+        expected = expected + torch.einsum("bmcqp,bqmp->bqmc", samples.view(3, M, 2, 5, P), weights[:, :, :, level])
+    torch.testing.assert_close(layer(query, points, value, grids), layer.output_proj(expected.flatten(2)))
+
+
+def test_deformable_attention_starts_on_rays():
+    layer = DeformableAttention(12, 3, AdapterSize(num_heads=6))
+    layer.init_weights()
+    assert not layer.offset_proj.weight.any() and not layer.weight_proj.weight.any() and not layer.weight_proj.bias.any()
+    y = 1 / math.sqrt(3)
+    rays = torch.tensor([[1, 0], [y, 1], [-y, 1], [-1, 0], [-y, -1], [y, -1]])
+    expected = (rays[:, None, None] * torch.tensor([1, 2, 3, 4])[:, None]).expand(6, 3, 4, 2)
+    torch.testing.assert_close(layer.offset_proj.bias.view(6, 3, 4, 2), expected, atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match="6 heads"):
+        DeformableAttention(10, 3, AdapterSize(num_heads=6))
+
+
+def test_spatial_prior_layer_by_layer():
+    torch.manual_seed(0)
+    prior = shaken(SpatialPrior(8, 4)).eval()
+    convs = [m for m in prior.stages.modules() if isinstance(m, nn.Conv2d)]
+    norms = [m for m in prior.stages.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    assert count(prior) == 27 * 4 + 2 * 9 * 16 + 9 * (32 + 128 + 256) + 2 * (3 * 4 + 8 + 16 + 16) + 8 * (4 + 8 + 16 + 16) + 4 * 8
+
+    def layer(x, i, stride):
+        x = F.conv2d(x, convs[i].weight, stride=stride, padding=1)
+        statistics = norms[i].running_mean, norms[i].running_var, norms[i].weight, norms[i].bias
+        mean, var, gain, shift = (t.view(-1, 1, 1) for t in statistics)
+        return ((x - mean) / (var + 1e-5).sqrt() * gain + shift).clamp(min=0)
+
+    image = torch.randn(2, 3, 64, 32)
+    with torch.no_grad():
+        x = F.max_pool2d(layer(layer(layer(image, 0, 2), 1, 1), 2, 1), 3, 2, 1)
+        for i, (found, projection) in enumerate(zip(prior(image), prior.projections, strict=True)):
+            x = layer(x, 2 + i, 2) if i else x
+            expected = torch.einsum("bchw,dc->bdhw", x, projection.weight[:, :, 0, 0]) + projection.bias.view(-1, 1, 1)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_conv_ffn_splits_tokens_into_their_maps():
+    torch.manual_seed(0)
+    ffn, c = shaken(ConvFFN(8, 3)).double(), torch.randn(2, 4 * 8 + 8 + 2, 8, dtype=torch.float64)
+    hidden = c @ ffn.fc1.weight.T + ffn.fc1.bias
+    pieces = []
+    for start, (h, w) in zip((0, 32, 40), [(4, 8), (2, 4), (1, 2)], strict=True):
+        level = hidden[:, start : start + h * w].reshape(2, h, w, 3).permute(0, 3, 1, 2)
+        level = F.conv2d(level, ffn.dwconv.weight, ffn.dwconv.bias, padding=1, groups=3)
+        pieces.append(level.permute(0, 2, 3, 1).reshape(2, h * w, 3))
+    expected = F.gelu(torch.cat(pieces, 1)) @ ffn.fc2.weight.T + ffn.fc2.bias
+    torch.testing.assert_close(ffn(c, [(4, 8), (2, 4), (1, 2)]), expected)
+
+
+def test_drop_path_is_on_the_ffn_alone():
+    torch.manual_seed(0)
+    extractor = shaken(Extractor(16, SIZE, drop_path=1.0)).train()
+    grids, c, x = [(4, 4), (2, 2), (1, 1)], torch.randn(2, 21, 16), torch.randn(2, 4, 16)
+    points = reference_points(grids, c.device)
+    attended = c + extractor.attn(extractor.query_norm(c), points, extractor.value_norm(x), [(2, 2)])
+    torch.testing.assert_close(extractor(c, points, x, (2, 2), grids), attended)
+    assert not torch.allclose(extractor.eval()(c, points, x, (2, 2), grids), attended)
+
+
+def test_drop_path_rates():
+    """The full rate in every extractor, none in an injector, and from 0 to it in the backbone's blocks."""
+    adapter = nano(drop_path_rate=0.3)
+    rates = {name: module.drop_prob for name, module in adapter.named_modules() if hasattr(module, "drop_prob")}
+    assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | {
+        f"backbone.blocks.{i}.drop_path": pytest.approx(0.1 * i) for i in range(1, 4)
+    }
+
+
+def test_initial_values():
+    adapter = nano("vit3", size=AdapterSize(num_heads=4, prior_channels=32))
+    stem, up, dwconv = adapter.prior.stages[1][0], adapter.up, adapter.extractors[0].ffn.dwconv
+    for weight, fan_out in ((stem.weight, 9 * 64), (up.weight, 4 * 64), (dwconv.weight, 9)):
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.15)
+    assert adapter.extractors[0].ffn.fc1.weight.std().item() == pytest.approx(0.02, rel=0.15)
+    assert adapter.level_embed.std().item() == pytest.approx(1, rel=0.2)
+    bound = math.sqrt(6 / (64 + 64))
+    assert 0.95 * bound < adapter.injectors[3].attn.value_proj.weight.abs().max() <= bound
+    own = {name: p for name, p in adapter.named_parameters() if not name.startswith("backbone.")}
+    zero = [name for name in own if name.endswith((".gamma", ".bias")) and "offset_proj" not in name]
+    assert len(zero) > 60 and not any(own[name].any() for name in zero)
+
+
+def test_which_tokens_are_added_to_the_maps():
+    """`each` and `last` differ by the tokens that they add, resized to the map; without norms in a map's end by nothing else."""
+    last, each, image = nano(features="last"), nano(features="each"), torch.randn(1, 3, 64, 96)
+    found = block_outputs(last)
+    for adapter in (last, each):
+        adapter.norms = nn.ModuleList(nn.Identity() for _ in range(4))
+    with torch.no_grad():
+        a, b = last(image), each(image)
+    images = [tokens.transpose(1, 2).reshape(1, 64, 4, 6) for tokens in found]
+    for i, scale in enumerate((4.0, 2.0, 1.0, 0.5)):
+        resized = [F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False) for x in (images[i], images[3])]
+        torch.testing.assert_close(b[i] - a[i], resized[0] - resized[1], atol=1e-5, rtol=1e-4)
+    assert torch.equal(a[3], b[3])
+
+
+def test_maps_are_tokens_prior_and_patches_added():
+    adapter, image, c = nano(), torch.randn(1, 3, 64, 96), []
+    adapter.extractors[5].register_forward_hook(lambda module, args, out: c.append(out))
+    patches = block_outputs(adapter)
+    with torch.no_grad():
+        maps = adapter(image)
+        finest = adapter.prior(image)[0]
+        eighth, x = c[0][:, : 8 * 12].transpose(1, 2).reshape(1, 64, 8, 12), patches[3].transpose(1, 2).reshape(1, 64, 4, 6)
+        expected = adapter.up(eighth) + finest + F.interpolate(x, scale_factor=4, mode="bilinear", align_corners=False)
+        torch.testing.assert_close(maps[0], adapter.norms[0](expected), atol=1e-5, rtol=1e-5)
+        sixteenth = c[0][:, 96 : 96 + 24].transpose(1, 2).reshape(1, 64, 4, 6)
+        torch.testing.assert_close(maps[2], adapter.norms[2](sixteenth + x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family, options", CASES)
+def test_gradients_reach_every_parameter(family, options):
+    adapter = shaken(adapted(family, options))
+    for out in adapter(torch.randn(1, 3, 64, 96)):
+        (out * torch.randn_like(out)).sum().backward(retain_graph=True)
+    assert not [name for name, p in adapter.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+@pytest.mark.parametrize("family", ["vittt", "deit"])
+def test_checkpointing_changes_nothing(family):
+    adapter, image, gradients = shaken(nano(family, drop_path_rate=0.5)).train(), torch.randn(2, 3, 32, 64), []
+    for enable in (False, True):
+        adapter.set_grad_checkpointing(enable)
+        adapter.zero_grad()
+        torch.manual_seed(3)
+        sum(out.square().sum() for out in adapter(image)).backward()
+        gradients.append([p.grad.clone() for p in adapter.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("family", ["vittt", "deit"])
+def test_frozen_backbone(family):
+    adapter = shaken(nano(family, drop_path_rate=0.5, freeze_backbone=True)).train()
+    assert not adapter.backbone.training and not any(module.training for module in adapter.backbone.modules())
+    assert adapter.prior.training and adapter.extractors[0].drop_path.training
+    sum(out.square().sum() for out in adapter(torch.randn(2, 3, 32, 64))).backward()
+    assert all(p.grad is None for p in adapter.backbone.parameters())
+    assert all(injector.gamma.grad.any() for injector in adapter.injectors)  # gradients come through the frozen blocks
+
+
+@pytest.mark.parametrize("family, options, backend", [("vittt", {"pool": "mid"}, "aot_eager"), ("deit", {}, "eager")])
+def test_compiles_into_one_graph(family, options, backend):
+    adapter = shaken(nano(family, options=options))
+    image = torch.randn(1, 3, 40, 64)
+    with torch.no_grad():
+        compiled = torch.compile(adapter, fullgraph=True, backend=backend)(image)
+        for a, b in zip(compiled, adapter(image), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class _Detector(nn.Module):
+    """Something built on an adapter."""
+
+    def __init__(self, adapter: ViTAdapter):
+        super().__init__()
+        self.body = nn.ModuleDict({"adapter": adapter})
+        self.neck = nn.Conv2d(4, 4, 1)
+
+    def group_matcher(self, coarse: bool = False):
+        return self.body["adapter"].group_matcher(coarse, prefix="body.adapter.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_layer_decay(family, wrapped):
+    """Section 2.3: rate^(last - id), id 0 the embeddings, i + 1 block i, and the last everything else."""
+    with torch.device("meta"):
+        adapter = build_adapter(f"{family}_tiny_patch16_224")
+    model = _Detector(adapter) if wrapped else adapter
+    scales = {id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.85) for p in group["params"]}
+    depth = adapter.depth
+    for name, parameter in model.named_parameters():
+        parts = name.removeprefix("body.adapter.").removeprefix("backbone.").removeprefix("model.").split(".")
+        inside = ".backbone." in f".{name}"
+        layer = int(parts[1]) + 1 if inside and parts[0] == "blocks" else 0 if inside else depth + 1
+        assert scales[id(parameter)] == pytest.approx(0.85 ** (depth + 1 - layer)), name
+    assert depth == (24 if family == "vim" else 12)
+    if depth == 12:
+        assert {round(scale, 4) for scale in scales.values()} >= {0.1209, 0.1422, 0.3771, 0.85, 1.0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_decay_is_left_out_where_the_recipe_leaves_it_out(family):
+    """Vectors and biases, by timm's rule; and by name only a norm or bias of more dimensions. Embeddings decay."""
+    adapter = nano(family)
+    exempt = adapter.no_weight_decay()
+    assert exempt <= {name for name, _ in adapter.named_parameters()}
+    expected = {"ln_weight", "ln_bias", "b0", "token_scale"} if family == "vittt" else set()
+    several = {name.rpartition(".")[2] for name, p in adapter.named_parameters() if name in exempt and p.ndim > 1}
+    assert several == expected
+
+
+@pytest.mark.parametrize("family", ["vittt", "vim", "deit"])
+def test_autocast(family):
+    adapter, image = shaken(nano(family)), torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        exact = adapter(image)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rounded = adapter(image)
+    for a, b in zip(rounded, exact, strict=True):
+        assert (a - b).norm() < 0.05 * b.norm()
+
+
+def test_backends_are_chosen_everywhere():
+    adapter = nano()
+    assert adapter.selected_backend(torch.float32) == "torch"
+    adapter.set_backend("reference")
+    assert adapter.selected_backend(torch.float32) == "reference"
+    adapter.injectors[0].attn.backend = "torch"
+    assert adapter.selected_backend(torch.float32) == "reference+torch"
+
+
+def test_backends_agree():
+    adapter, image = shaken(nano()), torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        found = [adapter(image)]
+        adapter.set_backend("reference")
+        found.append(adapter(image))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, options, kwargs, message",
+    [
+        ("resnet10t", {}, {}, "no plain backbone"),
+        ("vittt_nano_patch16_144", {"embed_dim": 128, "num_heads": 2}, {}, "width 128"),
+        ("vittt_nano_patch16_144", {"depth": 3}, {}, "there are 16 and 3"),
+        ("vittt_nano_patch16_144", {"patch_size": 8}, {}, "there are 8 and 4"),
+        ("vittt_nano_patch16_144", {}, {"features": "every"}, "'every'"),
+        ("deit_nano_patch16_144", {"reg_tokens": 2}, {}, "register tokens"),
+        ("vittt_nano_patch16_14", {}, {}, "did you mean"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, options, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build_adapter(name, options=options, **kwargs)

@@ -1,0 +1,202 @@
+"""`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results, continuation, and wrong inputs as one line."""
+
+import contextlib
+import csv
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+NANO = "vittt_nano_patch16_144"
+WEIGHTS = "results/pretrain/nano/weights.safetensors"
+SHARED = f"""{{model: {NANO}, options: {{depth: 4}}, weights: {WEIGHTS}, data: scenes, epochs: 2, batch_size: 4, drop_path: 0.1, precision: fp32, optim: {{lr: 1.0e-3, warmup_lr: 1.0e-4, lr_batch_size: 4, schedule: step, milestones: [1], warmup_steps: 2, layer_decay: 0.85, clip_grad_norm: 5.0}}"""
+PARAMS = f"""
+runtime: {{workers: 0, save_every_steps: 1, log_every_steps: 5, data_roots: {{scenes: data/scenes}}}}
+prepare_data:
+  scenes:
+    kind: scenes
+    expected: {{classes: 13, train: 12, val: 4}}
+    draw: {{image_size: 128, train: 12, val: 4, seed: 0, val_fraction: 0.2, split_seed: 0}}
+detect:
+  nano: {SHARED}, mask_rcnn: {{fpn_channels: 16, box_channels: 32, mask_channels: 8, mask_layers: 1, train_proposals: 50, test_proposals: 50, roi_samples: 16, min_score: 0.0}}, transform: {{min_size: [128], max_size: 128, hflip: 0.0}}}}
+segment:
+  nano: {SHARED.replace("schedule: step, milestones: [1]", "schedule: poly")}, steps_per_epoch: 2, upernet: {{channels: 16, aux_channels: 8, pool_scales: [1, 2]}}, transform: {{scale: [160, 160], ratio: [0.8, 1.25], crop_size: 128, stride: 96, hflip: 0.0}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def dense(prepared, tmp_path_factory) -> Path:
+    """A checkout with scenes and a backbone of which the record says the hash; do not change it, copy it."""
+    from repro.core.config import load_section
+    from repro.core.paths import Paths
+    from repro.core.runtime import load_runtime
+    from repro.models.registry import build_model
+    from repro.models.weights import save_weights
+    from stages.prepare_data import PrepareData, run
+
+    root = tmp_path_factory.mktemp("dense") / "checkout"
+    shutil.copytree(prepared, root, symlinks=True, ignore=shutil.ignore_patterns("data", "results"))
+    (root / "params.yaml").write_text(PARAMS)
+    paths = Paths(root)
+    run(load_section(PrepareData, paths.params, "prepare_data", "scenes"), paths, load_runtime(paths), "scenes")
+    torch.manual_seed(0)
+    options = {"num_classes": 10, "img_size": 144, "depth": 4}
+    model = build_model(NANO, **options)
+    preprocessing = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    save_weights(root / WEIGHTS, model, name=NANO, options=options, preprocessing=preprocessing, classes=[str(i) for i in range(10)])
+    record = {"metrics": {"weights": hashlib.sha256((root / WEIGHTS).read_bytes()).hexdigest()[:16]}, "identity": {}}
+    (root / WEIGHTS).with_name("metrics.json").write_text(json.dumps(record))
+    return root
+
+
+@pytest.fixture
+def checkout(dense, tmp_path, monkeypatch) -> Path:
+    """A copy of one's own, as the working directory."""
+    root = tmp_path / "checkout"
+    shutil.copytree(dense, root, symlinks=True)
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(dense, tmp_path_factory) -> Path:
+    """A checkout whose two cells were trained without interruption."""
+    root = tmp_path_factory.mktemp("trained") / "checkout"
+    shutil.copytree(dense, root, symlinks=True)
+    for stage in ("detect", "segment"):
+        subprocess.run([sys.executable, "-m", "repro", stage, "--cell", "nano"], cwd=root, check=True, timeout=240)
+    return root
+
+
+@pytest.mark.parametrize(("stage", "steps", "score"), [("detect", 6, "ap_box_percent"), ("segment", 4, "miou_percent")])
+def test_what_a_run_leaves(trained, stage, steps, score):
+    folder = trained / "results" / stage / "nano"
+    record = json.loads((folder / "metrics.json").read_text())
+    metrics = record["metrics"]
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["initial"]) == ("scenes", 2, steps, 4, WEIGHTS)
+    assert metrics["params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
+    assert metrics["weights"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
+    assert 0 <= metrics["without_learning"][score] <= 100
+    rows = list(csv.DictReader(open(folder / "curve.csv")))
+    assert [row["step"] for row in rows] == [str(steps // 2), str(steps)] and float(rows[-1][score]) == pytest.approx(metrics[score], abs=1e-4)
+    examples = sorted((folder / "examples").iterdir())
+    assert len(examples) == 4 and all(Image.open(path).width >= 128 for path in examples)
+    assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
+
+
+@pytest.mark.parametrize("stage", ["detect", "segment"])
+def test_every_key_is_in_the_load_report(trained, stage):
+    """Used: the backbone's, equal to the file's at the start; the file's other keys are named, and so are those that are new."""
+    folder = trained / "results" / stage / "nano"
+    lines = dict(reversed(line.rsplit(" ", 1)) for line in (folder / "load_report.txt").read_text().splitlines())
+    report = {key: what.strip() for key, what in lines.items()}
+    given, own = load_file(trained / WEIGHTS), load_file(folder / "weights.safetensors")
+    used = {key for key, what in report.items() if what == "used"}
+    assert {key for key in report if report[key] == "expected: not needed"} == given.keys() - used
+    assert {f"backbone.backbone.{key}" for key in used} <= own.keys() and "blocks.0.mixer.W0" in used or used
+    assert all(key.startswith(("norm.", "head.")) for key in given.keys() - used)
+    assert set(report.values()) == {"used", "expected: not needed", "expected: new"}
+
+
+def test_a_stopped_run_continues_to_the_same_weights(trained, checkout):
+    command = [sys.executable, "-m", "repro", "detect", "--cell", "nano"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    deadline = time.monotonic() + 200
+    while not list(Path(".runs").glob("detect/nano-*/step_*.pt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 143 and "is saved" in err
+    assert not Path("results/detect").exists()
+    subprocess.run(command, check=True, timeout=240)
+    for name in ("weights.safetensors", "curve.csv"):
+        assert (Path("results/detect/nano") / name).read_bytes() == (trained / "results/detect/nano" / name).read_bytes()
+
+
+def test_random_weights_stand_elsewhere(checkout, repro_cli):
+    code, out, err = repro_cli("segment", "--random", "--epochs", "1")
+    assert code == 0, err
+    (record,) = Path("results/measured").glob("*/segment/nano_random_1epochs/metrics.json")
+    assert json.loads(record.read_text())["metrics"]["initial"] == "random" and not Path("results/segment").exists()
+    assert "expected: new" in out and "used" not in out
+
+
+def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
+    monkeypatch.chdir(trained)
+    pixels = np.random.Generator(np.random.PCG64(0)).integers(0, 255, (90, 150, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "colour.png")
+    Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.jpg")
+    for stage, least in (("detect", {"class", "score", "box_xyxy"}), ("segment", set())):
+        weights = f"results/{stage}/nano/weights.safetensors"
+        code, out, err = repro_cli("predict", str(tmp_path), "--weights", weights, "-o", str(tmp_path / stage), "--min-score", "0")
+        assert code == 0, err
+        found = json.loads((tmp_path / stage / "predictions.json").read_text())
+        assert set(found["pictures"]) == {"colour.png", "grey.jpg"} and found["task"] == stage
+        assert {path.name for path in (tmp_path / stage).iterdir()} == {"colour.png", "grey.png", "predictions.json"}
+        for seen in found["pictures"].values():
+            if stage == "detect":
+                for each in seen:
+                    x1, y1, x2, y2 = each["box_xyxy"]
+                    assert set(each) == least and -0.1 <= x1 <= x2 <= 150.1 and -0.1 <= y1 <= y2 <= 90.1
+            else:
+                assert sum(seen.values()) == pytest.approx(1, abs=1e-3)
+    code, out, err = repro_cli("predict", str(tmp_path / "grey.jpg"), "--weights", WEIGHTS)
+    assert code == 0 and "grey.jpg: " in out and out.count("%") == 5
+    code, _, err = repro_cli("predict", str(tmp_path / "grey.jpg"), "--weights", WEIGHTS, "--task", "detect")
+    assert (code, err.count("\n")) == (2, 1) and "holds a model that can classify, not detect" in err
+    (tmp_path / "none.png").write_text("no picture")
+    code, _, err = repro_cli("predict", str(tmp_path / "none.png"), "--weights", WEIGHTS)
+    assert (code, err.count("\n")) == (2, 1) and "none.png: unreadable image" in err
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("stage", ["detect", "segment"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.unlink(), "no such file; run its stage first"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (flip_a_byte, "expected"),
+        (lambda path: path.with_name("metrics.json").unlink(), "add weights_sha256: "),
+    ],
+)
+def test_a_backbone_that_is_not_verified_is_refused(checkout, repro_cli, stage, spoil, message):
+    spoil(Path(WEIGHTS))
+    code, _, err = repro_cli(stage)
+    assert (code, err.count("\n")) == (2, 1) and f"{stage}.nano.weights: " in err and message in err
+    assert not Path(f"results/{stage}").exists() and not Path(".runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (f"model: {NANO}", "model: vim_nano_patch16_144", f"holds weights of {NANO}, not of vim_nano_patch16_144"),
+        ("depth: 4", "depth: 8", "holds a vittt_nano_patch16_144 built with"),
+        ("depth: 4", "depth: 3", "4·n blocks"),
+        ("data: scenes", "data: scene", "scene/manifest.json: no such manifest; run `repro prepare-data` first"),
+        ("fpn_channels: 16", "fpn_chanels: 16", "detect.nano.mask_rcnn.fpn_chanels: unknown key; did you mean 'fpn_channels'?"),
+        ("milestones: [1]", "milestones: [3]", "milestones: 3 is after the last epoch, 2"),
+    ],
+)
+def test_bad_params_are_one_line(checkout, repro_cli, before, after, message):
+    params = Path("params.yaml")
+    params.write_text(params.read_text().replace(before, after))
+    code, _, err = repro_cli("detect")
+    assert (code, err.count("\n")) == (2, 1) and message in err
+    assert not Path("results/detect").exists()

@@ -1,0 +1,259 @@
+"""COCO's numbers by hand, on hand-made annotation files; the task that trains, evaluates and draws."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pycocotools import mask as rle
+
+from repro.core.errors import UserError
+from repro.tasks.detection.draw import draw, predict
+from repro.tasks.detection.evaluate import coco_metrics, to_results
+from repro.tasks.detection.mask_rcnn import MaskRcnn
+from repro.tasks.detection.params import MaskRcnnParams
+from repro.tasks.detection.task import Detection
+
+ROOT = Path(__file__).parents[2]
+IDS = (7, 3)  # the file's ids of label 1 and 2
+
+
+def write(path, objects, sizes=((100, 100), (100, 100))):
+    """An annotation file; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes. Image ids count from 1."""
+    images = [{"id": number, "height": height, "width": width} for number, (height, width) in enumerate(sizes, 1)]
+    annotations = []
+    for number, (image_id, category, x, y, w, h, crowd) in enumerate(objects, 1):
+        shape = {"segmentation": [[x, y, x + w, y, x + w, y + h, x, y + h]]}
+        if crowd:
+            mask = np.zeros(sizes[image_id - 1], dtype=np.uint8, order="F")
+            mask[y : y + h, x : x + w] = 1
+            encoded = rle.encode(mask)
+            shape = {"segmentation": {"size": encoded["size"], "counts": encoded["counts"].decode()}}
+        annotations.append(
+            {"id": number, "image_id": image_id, "category_id": category, "bbox": [x, y, w, h], "area": w * h, "iscrowd": crowd, **shape}
+        )
+    categories = [{"id": number, "name": f"kind {number}"} for number in sorted(IDS)]
+    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
+    return path
+
+
+def detections(*found, size=(100, 100)):
+    """What a model gives for one image; found are (label, score, x, y, w, h)."""
+    masks = torch.zeros(len(found), *size, dtype=torch.bool)
+    for mask, (_, _, x, y, w, h) in zip(masks, found):
+        mask[y : y + h, x : x + w] = True
+    boxes = torch.tensor([(x, y, x + w, y + h) for _, _, x, y, w, h in found], dtype=torch.float32)
+    labels, scores, *_ = map(torch.tensor, zip(*found))
+    return {"boxes": boxes, "labels": labels, "scores": scores, "masks": masks}
+
+
+def both(name):
+    return [f"{name}_{kind}_percent" for kind in ("box", "mask")]
+
+
+TRUTH = [(1, 7, 10, 10, 20, 20, 0), (1, 3, 40, 40, 50, 50, 0), (2, 7, 10, 10, 20, 20, 0)]
+
+
+def test_perfect_detections(tmp_path):
+    """20 x 20 pixels are small and 50 x 50 medium; nothing is large."""
+    file = write(tmp_path / "truth.json", TRUTH)
+    first, second = detections((1, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)), detections((1, 0.7, 10, 10, 20, 20))
+    results = to_results(1, first, IDS) + to_results(2, second, IDS)
+    assert json.loads(json.dumps(results)) == results
+    assert results[1]["category_id"] == 3 and results[1]["bbox"] == [40, 40, 50, 50]
+    metrics = coco_metrics(file, results)
+    for name in ("ap", "ap50", "ap75", "ap_small", "ap_medium"):
+        assert [metrics.pop(key) for key in both(name)] == pytest.approx([100, 100])
+    assert metrics == dict.fromkeys(both("ap_large"))
+    assert first["boxes"][1].tolist() == [40, 40, 90, 90]  # what was given is as it was
+
+
+def test_shifted_detections_by_hand(tmp_path):
+    """One of two is shifted by 4 of 20 pixels: IoU 320 / 480, right up to 0.65, and then half the recall: 51 of 101 points."""
+    file = write(tmp_path / "truth.json", [TRUTH[0], TRUTH[2]])
+    results = to_results(1, detections((1, 0.9, 10, 10, 20, 20)), IDS) + to_results(2, detections((1, 0.8, 14, 10, 20, 20)), IDS)
+    metrics = coco_metrics(file, results)
+    for key in both("ap"):
+        assert metrics[key] == pytest.approx(100 * (4 * 1 + 6 * 51 / 101) / 10)
+    assert [metrics[key] for key in both("ap50") + both("ap75")] == pytest.approx([100, 100, 5100 / 101, 5100 / 101])
+
+
+def test_a_wrong_class_counts_in_both(tmp_path):
+    """The object is missed, and the other class gets a false detection before its right one: precision 1/2."""
+    file = write(tmp_path / "truth.json", TRUTH[:2])
+    metrics = coco_metrics(file, to_results(1, detections((2, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)), IDS))
+    assert [metrics[key] for key in both("ap50")] == pytest.approx([25, 25])
+
+
+def test_crowds_are_neither_found_nor_missed(tmp_path):
+    found = to_results(1, detections((1, 0.9, 60, 60, 30, 30), (1, 0.8, 10, 10, 20, 20)), IDS)
+    crowd = (1, 7, 50, 50, 50, 50, 1)
+    with_crowd = coco_metrics(write(tmp_path / "crowd.json", [TRUTH[0], crowd]), found)
+    without = coco_metrics(write(tmp_path / "truth.json", [TRUTH[0]]), found)
+    for key in both("ap"):
+        assert with_crowd[key] == pytest.approx(100) and without[key] == pytest.approx(50)
+
+
+def test_a_mask_is_as_large_as_itself(tmp_path):
+    """A false detection of a small mask in a medium box: among small objects it counts for masks, and not for boxes."""
+    file = write(tmp_path / "truth.json", TRUTH[:1])
+    found = detections((1, 0.9, 35, 35, 60, 60), (1, 0.8, 10, 10, 20, 20))
+    found["masks"][0, 45:] = False
+    metrics = coco_metrics(file, to_results(1, found, IDS))
+    assert [metrics[key] for key in both("ap_small")] == pytest.approx([100, 50])
+
+
+def test_no_detections_are_zero_and_what_has_no_objects_is_unknown(tmp_path, capfd):
+    metrics = coco_metrics(write(tmp_path / "truth.json", TRUTH), [])
+    assert metrics == {key: None if "large" in key else 0.0 for key in metrics} and len(metrics) == 12
+    assert capfd.readouterr().out == ""
+
+
+def test_an_image_without_detections_has_no_results():
+    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0), "masks": torch.zeros(0, 5, 6).bool()}
+    assert to_results(1, nothing, IDS) == []
+
+
+@pytest.mark.parametrize("image_id, ids, said", [(9, IDS, "image_id 9"), (1, (99, 3), "category_id 99")])
+def test_results_of_other_images_are_refused(tmp_path, image_id, ids, said):
+    file = write(tmp_path / "truth.json", TRUTH)
+    with pytest.raises(UserError, match=said):
+        coco_metrics(file, to_results(image_id, detections((1, 0.9, 10, 10, 20, 20)), ids))
+    with pytest.raises(UserError, match="no such file"):
+        coco_metrics(tmp_path / "other.json", [])
+
+
+TINY = MaskRcnnParams(
+    fpn_channels=16, box_channels=64, mask_channels=16, mask_layers=1, anchor_scale=4, rpn_samples=64, roi_samples=32,
+    train_candidates=100, test_candidates=100, train_proposals=50, test_proposals=50, min_score=0.0,
+)  # fmt: skip
+PICTURES = [(1, [(1, 8, 8, 28, 24), (2, 34, 30, 60, 58)]), (2, [(2, 4, 30, 32, 60)])]
+
+
+class Batches:
+    """One batch of the two pictures of 64 x 64, on a rank its own one; annotated at twice their size."""
+
+    def __init__(self, ranks=None):
+        from .test_detection_model import sample
+
+        batch = []
+        for image_id, objects in PICTURES[slice(ranks.rank, None, ranks.world_size) if ranks else slice(None)]:
+            image, target = sample(64, 64, objects, seed=image_id)
+            shade = torch.tensor([0, 80, 200])[(target["masks"] * target["labels"][:, None, None]).amax(0)]
+            image = (image // 8 + shade).byte()
+            batch.append((image, {**target, "image_id": image_id, "original_size": (128, 128)}))
+        self.batch = tuple(map(list, zip(*batch)))
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        yield self.batch
+
+    def batches(self, epoch, start=0):
+        yield from [self.batch][start:]
+
+    def files(self, epoch, number):
+        return [f"{target['image_id']}.png" for target in self.batch[1]]
+
+
+def annotated(path):
+    found = [(image_id, *shown) for image_id, objects in PICTURES for shown in objects]
+    doubled = [(image_id, IDS[label - 1], 2 * x1, 2 * y1, 2 * (x2 - x1), 2 * (y2 - y1), 0) for image_id, label, x1, y1, x2, y2 in found]
+    return write(path, doubled, sizes=((128, 128), (128, 128)))
+
+
+def make_task(file, ranks=None):
+    from .test_detection_model import Maps
+
+    torch.manual_seed(0)
+    model, batches = MaskRcnn(Maps(16), 2, TINY), Batches(ranks)
+    more = {"ranks": ranks} if ranks else {}
+    return Detection(model, batches, batches, batch_size=2, annotations=file, category_ids=IDS, device=torch.device("cpu"), **more)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A task whose model has seen two pictures many times, and its losses."""
+    task = make_task(annotated(tmp_path_factory.mktemp("task") / "truth.json"))
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(80):
+        (batch,) = task.batches(step, 0)
+        found = task.loss(batch)
+        optimizer.zero_grad()
+        found["loss"].backward()
+        optimizer.step()
+        losses.append({name: loss.item() for name, loss in found.items()})
+    task.model.eval()
+    return task, losses
+
+
+def test_two_pictures_are_learnt(learnt):
+    """All losses fall, and the objects are found with their masks, in pixels of the annotation file."""
+    task, losses = learnt
+    assert losses[0]["loss"] == pytest.approx(sum(value for name, value in losses[0].items() if name != "loss"))
+    for name in ("loss", "loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_mask"):  # that of boxes begins where none was proposed
+        assert np.mean([step[name] for step in losses[-10:]]) < 0.8 * losses[0][name], name
+    metrics = task.evaluate(task.model)
+    assert metrics["images"] == 2 and "ap_large_box_percent" not in metrics
+    assert metrics["ap50_box_percent"] > 90 and metrics["ap50_mask_percent"] > 90
+
+
+def test_a_drawing_shows_what_was_found(learnt, tmp_path):
+    """Strong detections colour their pixels; names and scores are written; the picture is enlarged."""
+    task, _ = learnt
+    image, target = task.train.batch[0][0], task.train.batch[1][0]
+    (found,) = predict(task.model, [image], lambda picture: picture)
+    assert found["masks"].shape[1:] == (64, 64)
+    drawn = draw(image, found, ["square", "disc"])
+    drawn.save(tmp_path / "drawn.png")
+    assert drawn.size == (512, 512)
+    coloured = np.ptp(np.asarray(drawn)[4::8, 4::8].astype(int), axis=2) > 40  # the picture itself is nearly grey
+    objects = target["masks"].amax(0).bool().numpy()
+    assert coloured[objects].mean() > 0.8 > 0.3 > coloured[~objects].mean()
+    plain = np.asarray(draw(image, found, ["square", "disc"], min_score=1.01))
+    np.testing.assert_array_equal(plain[::8, ::8].transpose(2, 0, 1), image.numpy())
+
+
+def test_parts_of_a_batch_and_what_is_said_of_one(tmp_path):
+    task = make_task(annotated(tmp_path / "truth.json"))
+    (batch,) = task.batches(0, 0)
+    first, second = task.split(batch, 2)
+    assert [target["image_id"] for _, targets in (first, second) for target in targets] == [1, 2]
+    assert torch.equal(second[0][0], batch[0][1])
+    assert task.describe(0, 0) == ["1.png", "2.png"]
+    assert task.inspect(batch)["images"][1] == {"image_id": 2, "size": [64, 64], "boxes": [[4.0, 30.0, 32.0, 60.0]]}
+
+
+ON_RANKS = """
+import json, sys, torch
+from pathlib import Path
+from repro.core.ranks import joined
+from tests.tasks.test_detection_task import annotated, make_task
+
+folder = Path(sys.argv[1])
+with joined("cpu") as ranks:
+    task = make_task(folder / "truth.json", ranks)
+    task.model.load_state_dict(torch.load(folder / "weights.pt"))
+    found = task.evaluate(task.model.eval())
+    (folder / f"{ranks.world_size}_{ranks.rank}.json").write_text(json.dumps(found))
+"""
+
+
+def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
+    torch.save(learnt[0].model.state_dict(), tmp_path / "weights.pt")
+    (tmp_path / "program.py").write_text(ON_RANKS)
+    annotated(tmp_path / "truth.json")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for command in ([sys.executable], torchrun):
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, tmp_path / "program.py", tmp_path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]
+    assert one["images"] == 2 and one["ap_box_percent"] > 10
+    assert two == [one, one]

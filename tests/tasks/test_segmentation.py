@@ -1,0 +1,173 @@
+"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, and a configuration of one's own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from repro.core.errors import UserError
+from repro.core.ranks import Ranks
+from repro.data.ade20k import AdePairs
+from repro.data.loader import EvalLoader, TrainLoader
+from repro.tasks.segmentation.data import IGNORED, AdeSegmentation
+from repro.tasks.segmentation.draw import draw, predict
+from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
+from repro.tasks.segmentation.task import Segmentation, label_map, measure
+from repro.tasks.segmentation.upernet import build_upernet
+from tests.tasks.segmentation_lab import Pyramid, write_tree
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SETTINGS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
+NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
+
+
+def reader(classes):
+    """A UperNet whose heads are replaced by reading the class off the first channel, so that its predictions are known."""
+    model = build_upernet(Pyramid(), NARROW, num_classes=classes, window=32, stride=21).eval()
+    model.encode_decode = lambda window, metas: F.one_hot(window[:, 0].long(), classes).permute(0, 3, 1, 2).float()
+    return lambda image, size: label_map(model, image, size)
+
+
+def image_of(labels):
+    return torch.from_numpy(labels)[None, None].float().expand(1, 3, -1, -1)
+
+
+def test_perfect_predictions_score_everything():
+    labels = np.random.default_rng(0).integers(0, 4, (2, 32, 64))
+    metrics, iou = measure(reader(5), [(image_of(each), torch.from_numpy(each)[None]) for each in labels], 5)
+    assert metrics == {"miou_percent": 100, "macc_percent": 100, "aacc_percent": 100, "images": 2}
+    assert iou == [100, 100, 100, 100, None]  # the fifth class is nowhere
+
+
+def test_areas_are_added_up_over_images_before_any_quotient():
+    """Two images of 32x32. First: 0 and 1 part at column 20, predicted at 16; second: all 1, but eight columns are predicted as 2."""
+    labels, predicted = np.zeros((2, 2, 32, 32), dtype=np.int64)
+    labels[0, :, 20:], predicted[0, :, 16:] = 1, 1
+    labels[1], predicted[1] = 1, 1
+    predicted[1, :, :8] = 2
+    labels[:, 0] = IGNORED
+    batches = [(image_of(p), torch.from_numpy(l)[None]) for p, l in zip(predicted, labels, strict=True)]
+    metrics, iou = measure(reader(4), batches, 4)
+    # in columns: class 0 meets 16 of 20; class 1 meets 12 + 24 of 16 + 24 predicted and 12 + 32 labelled; class 2 has no label
+    assert iou[:3] == pytest.approx([100 * 16 / 20, 100 * 36 / 48, 0]) and iou[3] is None
+    assert metrics["miou_percent"] == pytest.approx(100 * (16 / 20 + 36 / 48 + 0) / 3)
+    assert metrics["macc_percent"] == pytest.approx(100 * (16 / 20 + 36 / 44) / 2)
+    assert metrics["aacc_percent"] == pytest.approx(100 * 52 / 64)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    root = write_tree(tmp_path_factory.mktemp("ade"), classes=5)
+    return write_tree(root, classes=5, split="validation", pairs=3)
+
+
+@pytest.fixture
+def task(tree):
+    torch.manual_seed(0)
+    train, val = (AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val"))
+    model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
+    loaders = TrainLoader(train, batch_size=2, seed=0), EvalLoader(val, batch_size=1)
+    return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)
+
+
+def test_a_batch_can_be_learned_by_heart(task):
+    batch = next(task.batches(0, 0))
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=0.02)
+    task.model.train()
+    first = task.loss(batch)
+    assert set(first) == {"loss", "loss_decode", "loss_aux", "accuracy_percent"} and all(value.shape == () for value in first.values())
+    torch.testing.assert_close(first["loss"], first["loss_decode"] + first["loss_aux"])
+    labelled = (batch[1] != IGNORED).float().mean().item()
+    assert first["loss_decode"].item() == pytest.approx(labelled * np.log(5), rel=0.1)  # the classifiers start small
+    for _ in range(60):
+        losses = task.loss(batch)
+        optimizer.zero_grad()
+        losses["loss"].backward()
+        optimizer.step()
+    assert all(p.grad is not None for p in task.model.parameters())
+    assert losses["loss"] < 0.7 * first["loss"] and losses["accuracy_percent"] > first["accuracy_percent"] + 15
+
+
+def test_every_validation_image_counts_once_and_at_its_own_size(task):
+    task.model.eval()
+    metrics = task.evaluate(task.model)
+    assert metrics["images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
+    right = labelled = 0
+    for index in range(3):
+        pixels, values = task.val.dataset.pairs.read(index)
+        predicted = predict(task.model, torch.from_numpy(pixels).permute(2, 0, 1), SETTINGS, CPU)
+        right += (predicted.numpy() + 1 == values).sum()
+        labelled += (values > 0).sum()
+    assert metrics["aacc_percent"] == pytest.approx(100 * right / labelled)
+    parts = [Segmentation(task.model, task.train, EvalLoader(task.val.dataset, batch_size=1, rank=rank, world_size=2), batch_size=2,
+                          transform=SETTINGS, classes=task.classes, device=CPU).evaluate(task.model) for rank in range(2)]  # fmt: skip
+    assert [part["images"] for part in parts] == [2, 1]
+
+
+def test_batches_are_split_and_named(task):
+    batch = next(task.batches(0, 1))
+    assert len(task.describe(0, 1)) == 2
+    doubled = tuple(torch.cat([part, part]) for part in batch)
+    halves = task.split(doubled, 2)
+    assert [len(images) for images, _ in halves] == [2, 2] and torch.equal(halves[1][1], batch[1])
+    assert sum(task.inspect(batch)["pixels_of_label"].values()) == batch[1].numel()
+    with pytest.raises(UserError, match="two images in a forward pass"):
+        task.split(batch, 2)
+    task.ranks = Ranks(world_size=2)
+    assert len(task.split(batch, 2)) == 2  # batch norm then sees all ranks
+
+
+def test_a_drawing_has_the_colours_and_a_legend_of_what_is_there():
+    image = torch.full((3, 40, 60), 200, dtype=torch.uint8)
+    labels = torch.zeros(40, 60, dtype=torch.int64)
+    labels[:, 40:] = 2
+    picture = draw(image, labels, ["wall", "building", "sky"])
+    # thirteen times as large, so that the short side has 512 pixels; ADE20K's wall is (120, 120, 120) and its sky (6, 230, 230)
+    assert picture.height == 520 and picture.width > 13 * 60
+    for x, colour in ((100, (120, 120, 120)), (700, (6, 230, 230))):
+        mixed = [0.45 * 200 + 0.55 * part for part in colour]
+        assert np.abs(np.array(picture.getpixel((x, 260))) - mixed).max() <= 1
+    legend = np.asarray(picture)[:, 13 * 60 :].reshape(-1, 3)
+    assert [(legend == colour).all(1).sum() > 100 for colour in ((120, 120, 120), (180, 120, 120), (6, 230, 230))] == [True, False, True]
+
+
+def test_mmsegmentations_runner_trains_and_tests_with_the_example(tmp_path):
+    """The documented configuration at a small size: one step, then the evaluation."""
+    data = write_tree(tmp_path / "ade", classes=150)
+    write_tree(tmp_path / "ade", classes=150, split="validation", pairs=2)
+    program = f"""
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+config = Config.fromfile({str(ROOT / "docs/examples/upernet_vittt_tiny_ade20k.py")!r})
+config.merge_from_dict({{
+    "work_dir": {str(tmp_path / "work")!r}, "model.backbone.name": "vittt_nano_patch16_144", "model.backbone.weights": None,
+    "model.decode_head.in_channels": [64] * 4, "model.auxiliary_head.in_channels": 64,
+    "model.decode_head.channels": 8, "model.auxiliary_head.channels": 8,
+    "model.data_preprocessor.size": (64, 64), "model.test_cfg.crop_size": (64, 64), "model.test_cfg.stride": (43, 43),
+    "train_cfg.max_iters": 1, "train_cfg.val_interval": 1, "optim_wrapper.type": "OptimWrapper",
+    "train_dataloader.dataset.pipeline.2.scale": (128, 64), "train_dataloader.dataset.pipeline.3.crop_size": (64, 64),
+    "val_dataloader.dataset.pipeline.1.scale": (128, 64), "param_scheduler.0.start_factor": 1.0,
+}}, allow_list_keys=True)
+config.optim_wrapper.pop("loss_scale")
+for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+    loader.update(num_workers=0, persistent_workers=False)
+    loader.dataset.data_root = {str(data)!r}
+runner = Runner.from_cfg(config)
+before = runner.model.backbone.adapter.level_embed.detach().clone()
+runner.train()
+assert runner.iter == 1 and type(runner.model.backbone).__name__ == "VitttAdapter"
+assert (runner.model.backbone.adapter.level_embed != before).any()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"Iter\(val\) .*mIoU: \d", done.stdout)

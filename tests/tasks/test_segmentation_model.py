@@ -1,0 +1,125 @@
+"""UperNet: its size, its losses and its windows, by hand; and what mmsegmentation prints."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from repro.models.adapter import build_adapter
+from repro.tasks.segmentation.data import IGNORED
+from repro.tasks.segmentation.openmmlab import PixelData, SegDataSample
+from repro.tasks.segmentation.params import UperNetParams
+from repro.tasks.segmentation.task import label_map
+from repro.tasks.segmentation.upernet import build_upernet
+from tests.tasks.segmentation_lab import Pyramid
+
+NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
+
+
+def small(classes=3, window=32, stride=21):
+    torch.manual_seed(0)
+    model = build_upernet(Pyramid(), NARROW, num_classes=classes, window=window, stride=stride).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):  # statistics that are not the identity's
+            torch.nn.init.uniform_(module.running_var, 0.5, 2)
+    for head in (model.decode_head, model.auxiliary_head):
+        torch.nn.init.normal_(head.conv_seg.weight)
+    return model
+
+
+@pytest.mark.parametrize(("dim", "head", "aux"), [(192, 27.61, 0.48), (384, 29.19, 0.92), (768, 32.33, 1.81)])
+def test_heads_have_the_published_parameters(dim, head, aux):
+    with torch.device("meta"):
+        model = build_upernet(Pyramid(dim), UperNetParams(), num_classes=150, window=512, stride=341)
+    found = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (model.decode_head, model.auxiliary_head)]
+    assert [round(number, 2) for number in found] == [head, aux]
+
+
+@pytest.mark.parametrize(("size", "total"), [("tiny", 36.1), ("small", 57.6), ("base", 133.6)])
+def test_upernet_on_vit_has_the_published_parameters(size, total):
+    with torch.device("meta"):
+        adapter = build_adapter(f"deit_{size}_patch16_224", features="each")
+        model = build_upernet(adapter, UperNetParams(), num_classes=150, window=512, stride=341)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == total
+
+
+def test_classifiers_start_small_and_the_backbone_is_left_alone():
+    backbone = Pyramid()
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    torch.manual_seed(0)
+    model = build_upernet(backbone, UperNetParams(channels=64, aux_channels=64), num_classes=150, window=64, stride=43)
+    for head in (model.decode_head, model.auxiliary_head):
+        assert head.conv_seg.weight.std().item() == pytest.approx(0.01, rel=0.05)
+        assert head.conv_seg.weight.mean().abs() < 1e-3 and not head.conv_seg.bias.any()
+    assert model.backbone is backbone
+    assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
+
+
+def test_losses_are_means_over_all_pixels_and_the_auxiliary_one_weighs_less():
+    model = small().double()
+    images = torch.randn(2, 3, 32, 64, dtype=torch.float64)
+    labels = torch.randint(0, 3, (2, 32, 64))
+    labels[:, :10] = IGNORED
+    samples = [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels]
+    losses = model(images, samples, mode="loss")
+
+    maps = model.backbone(images)
+    assert torch.equal(model(images), model.decode_head(maps)) and model(images).shape == (2, 3, 8, 16)
+    for name, head, weight in (("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, 0.4)):
+        log_p = F.interpolate(head(maps), size=(32, 64), mode="bilinear", align_corners=False).log_softmax(1)
+        total = 0.0
+        for b in range(2):
+            for y in range(10, 32):
+                for x in range(64):
+                    total -= log_p[b, labels[b, y, x], y, x].item()
+        assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * total / labels.numel(), rel=1e-9)
+    right = (F.interpolate(model(images), size=(32, 64), mode="bilinear").argmax(1) == labels)[:, 10:]
+    assert losses["decode.acc_seg"].item() == pytest.approx(100 * right.double().mean().item(), rel=1e-5)
+
+
+# the last window of an axis is shifted inside: 0, 21, 42 -> 32 and 0, 21 -> 8 (64 and 40 pixels, windows of 32)
+@pytest.mark.parametrize(
+    ("height", "width", "tops", "lefts"), [(32, 64, [0], [0, 21, 32]), (40, 64, [0, 8], [0, 21, 32]), (32, 32, [0], [0])]
+)
+@torch.no_grad()
+def test_windows_are_averaged_resized_and_the_largest_logit_taken(height, width, tops, lefts):
+    model = small()
+    image = torch.randn(1, 3, height, width)
+    total, count = torch.zeros(1, 3, height, width), torch.zeros(height, width)
+    for top in tops:
+        for left in lefts:
+            window = image[..., top : top + 32, left : left + 32]
+            total[..., top : top + 32, left : left + 32] += F.interpolate(model(window), size=(32, 32), mode="bilinear")
+            count[top : top + 32, left : left + 32] += 1
+    expected = F.interpolate(total / count, size=(50, 101), mode="bilinear")
+    assert torch.equal(label_map(model, image, (50, 101)), expected.argmax(1)[0])
+    found = model.predict(image, [SegDataSample(metainfo={"ori_shape": (50, 101)})])[0].seg_logits.data
+    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_image_smaller_than_a_window_is_a_window_of_its_own():
+    model = small(window=96, stride=64)
+    image = torch.randn(1, 3, 32, 64)
+    logits = F.interpolate(model(image), size=(32, 64), mode="bilinear")
+    assert torch.equal(label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0])
+
+
+def test_importing_and_building_says_nothing():
+    code = (
+        "import torch; from repro.tasks.segmentation.upernet import build_upernet\n"
+        "from repro.tasks.segmentation.params import UperNetParams\n"
+        "backbone = torch.nn.Conv2d(3, 8, 1); backbone.embed_dim = 8\n"
+        "build_upernet(backbone, UperNetParams(channels=8, aux_channels=4), num_classes=2, window=32, stride=32)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
+def test_params_import_nothing_heavy():
+    heavy = ("torch", "mmseg", "mmcv", "cv2", "numpy")
+    code = f"import sys, repro.tasks.segmentation.params; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
