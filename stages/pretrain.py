@@ -66,6 +66,8 @@ class PretrainParams:
         reserved = {"num_classes", "img_size", "drop_path_rate"} & set(self.options)
         if reserved:
             raise ValueError(f"options: {min(reserved)} follows from the data, from transform.image_size or from drop_path; leave it out")
+        if self.optim.schedule != "cosine":
+            raise ValueError(f"optim.schedule: {self.optim.schedule}, but a classifier is trained with the cosine")
         late = [epoch for epoch in self.snapshot_epochs if epoch > self.epochs]
         if late:
             raise ValueError(f"snapshot_epochs: {late[0]} is after the last epoch, {self.epochs}")

@@ -56,8 +56,8 @@ class TrainOrder:
     """
 
     def __init__(
-        self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, batches_per_epoch: int | None = None,
-        groups: np.ndarray | None = None,
+        self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, groups: np.ndarray | None = None,
+        batches_per_epoch: int | None = None,
     ):  # fmt: skip
         self._size, self._batch_size, self._seed, self._rank, self._world_size = size, batch_size, seed, rank, world_size
         self._groups = groups
@@ -221,7 +221,7 @@ class TrainLoader(_Loader):
         batches_per_epoch: int | None = None,
         groups: np.ndarray | None = None,
     ):
-        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size, batches_per_epoch, groups)
+        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size, groups, batches_per_epoch)
         super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:

@@ -33,6 +33,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     },
     SWIN: {  # config.py; its rates are stated at batch 512, half of these; Swin-T, S and B themselves have drop path 0.2, 0.3, 0.5
         "optim.warmup_lr": 1e-6, "optim.min_lr": 1e-5, "optim.betas": (0.9, 0.999), "optim.eps": 1e-8, "optim.clip_grad_norm": 5.0,
+        "optim.layer_decay": None,
         "drop_path": 0.1, "ema_decay": None, "seed": 0, "mix.label_smoothing": 0.1, "transform.interpolation": "bicubic",
         "transform.crop_pct": 0.875, "transform.mean": (0.485, 0.456, 0.406), "transform.std": (0.229, 0.224, 0.225),
     },

@@ -201,6 +201,7 @@ def edit(*pairs: str) -> None:
 WRONG_PARAMS = [
     ("epochs: 2", "epoch: 2", "pretrain.nano.epoch: unknown key; did you mean 'epochs'?"),
     ("epochs: 2", "epochs: two", "pretrain.nano.epochs: expected int, got str 'two'"),
+    ("lr: 0.003", "lr: 0.003, schedule: poly", "pretrain.nano: optim.schedule: poly, but a classifier is trained with the cosine"),
     ("epochs: 2", "epochs: -2", "pretrain.nano.epochs: -2 is out of range, must be >= 1"),
     ("epochs: 2", "epochs: 1", "snapshot_epochs: 2 is after the last epoch"),
     ("lr: 0.003", "lr: .nan", "pretrain.nano.optim.lr: nan is not a finite number"),
