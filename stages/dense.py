@@ -84,13 +84,17 @@ def options_given(random: bool, epochs: int | None) -> list[str]:
 
 
 def varied(params: Any, random: bool, epochs: int | None) -> tuple[Any, str]:
-    """A cell with the options of the command line, and what they add to its name."""
+    """A cell with the options of the command line, and what they add to its name; milestones move with the epochs."""
     suffix = ""
     if random:
         params = dataclasses.replace(params, weights=None, weights_sha256=None)
         suffix += "_random"
     if epochs:
-        params, suffix = dataclasses.replace(params, epochs=epochs), f"{suffix}_{epochs}epochs"
+        milestones = tuple(max(1, round(milestone * epochs / params.epochs)) for milestone in params.optim.milestones)
+        optim = dataclasses.replace(params.optim, milestones=milestones)
+        snapshots = tuple(epoch for epoch in params.snapshot_epochs if epoch <= epochs)
+        params = dataclasses.replace(params, epochs=epochs, optim=optim, snapshot_epochs=snapshots)
+        suffix += f"_{epochs}epochs"
     return params, suffix
 
 

@@ -121,14 +121,17 @@ def _made(
 
 def _without_learning(task: Any) -> dict[str, float | None]:
     """The same scores of a threshold and the nearest training example's class."""
+    import torch
+
+    from repro.data.pixels import read_pixels
     from repro.tasks.detection.evaluate import coco_metrics, to_results
     from repro.tasks.threshold import Threshold
 
-    found = Threshold(dense.examples_of(task.train.dataset.instances))
+    found, val = Threshold(dense.examples_of(task.train.dataset.instances)), task.val.dataset.instances
     results = []
-    for index in range(len(task.val.dataset)):
-        image, target = task.val.dataset[(0, index)]
-        results += to_results(target["image_id"], found.detect(image), task.category_ids)
+    for place, image_id in enumerate(val.image_ids.tolist()):
+        image = torch.from_numpy(read_pixels(val.path(place))).permute(2, 0, 1)  # at its own size, as the annotations are
+        results += to_results(image_id, found.detect(image), task.category_ids)
     scores = coco_metrics(task.annotations, results)
     return {name: value for name, value in scores.items() if value is not None}
 

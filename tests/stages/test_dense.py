@@ -28,7 +28,7 @@ prepare_data:
     expected: {{classes: 13, train: 12, val: 4}}
     draw: {{image_size: 128, train: 12, val: 4, seed: 0, val_fraction: 0.2, split_seed: 0}}
 detect:
-  nano: {SHARED}, mask_rcnn: {{fpn_channels: 16, box_channels: 32, mask_channels: 8, mask_layers: 1, train_proposals: 50, test_proposals: 50, roi_samples: 16, min_score: 0.0}}, transform: {{min_size: [128], max_size: 128, hflip: 0.0}}}}
+  nano: {SHARED}, mask_rcnn: {{fpn_channels: 16, box_channels: 32, mask_channels: 8, mask_layers: 1, train_proposals: 50, test_proposals: 50, roi_samples: 16, min_score: 0.0}}, transform: {{min_size: [96], max_size: 96, hflip: 0.0}}}}
 segment:
   nano: {SHARED.replace("schedule: step, milestones: [1]", "schedule: poly")}, steps_per_epoch: 2, upernet: {{channels: 16, aux_channels: 8, pool_scales: [1, 2]}}, transform: {{scale: [160, 160], ratio: [0.8, 1.25], crop_size: 128, stride: 96, hflip: 0.0}}}}
 """
@@ -86,11 +86,11 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["initial"]) == ("scenes", 2, steps, 4, WEIGHTS)
     assert metrics["params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
     assert metrics["weights"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
-    assert 0 <= metrics["without_learning"][score] <= 100
+    assert 1 < metrics["without_learning"][score] < 100  # at the size of the files, whatever the model's input is
     rows = list(csv.DictReader(open(folder / "curve.csv")))
     assert [row["step"] for row in rows] == [str(steps // 2), str(steps)] and float(rows[-1][score]) == pytest.approx(metrics[score], abs=1e-4)
     examples = sorted((folder / "examples").iterdir())
-    assert len(examples) == 4 and all(Image.open(path).width >= 128 for path in examples)
+    assert len(examples) == 4 and all(Image.open(path).width >= 96 for path in examples)
     assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
 
 
