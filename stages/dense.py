@@ -1,7 +1,6 @@
 """What detection and segmentation share: their cells' params, the backbone with its weights, and what every result says."""
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,7 +120,7 @@ def check_weights(params: Any, paths: Paths, where: str) -> None:
         return
     path = paths.root / params.weights
     if not path.is_file():
-        raise UserError(f"{where}.weights: {path}: no such file; run its stage first, or `dvc pull`")
+        raise UserError(f"{where}.weights: {path}: no such file; run its stage first")
     if not path.stat().st_size:
         raise UserError(f"{where}.weights: {path}: is empty; get it again")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -181,10 +180,6 @@ def placed(model: Any, runtime: Runtime, ranks: Ranks) -> Any:
     """The model on its device, compiled or in channels-last order where asked, with batch norms over all GPUs."""
     import torch
 
-    if not hasattr(model, "group_matcher"):  # of mmsegmentation, which knows nothing of timm's layer-wise decay
-        adapter = model.backbone
-        model.group_matcher = functools.partial(adapter.group_matcher, prefix="backbone.")
-        model.no_weight_decay = lambda: {f"backbone.{name}" for name in adapter.no_weight_decay()}
     device = device_of(runtime, ranks)
     if ranks.world_size > 1 and device.type == "cuda":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -33,7 +33,8 @@ def run(images: list[Path], weights: Path, task: Task | None, output: Path, min_
     """Print a line per picture; for detection and segmentation also write <output>/<picture>.png and <output>/predictions.json.
 
     Raises:
-        UserError: weights of another task, a picture that cannot be read, two of one name; nothing is written then.
+        UserError: weights of another task, or two pictures of one name, before anything is written; pictures that cannot be read,
+            after the others.
     """
     import torch
 
@@ -45,18 +46,25 @@ def run(images: list[Path], weights: Path, task: Task | None, output: Path, min_
     if task not in (None, own_task):
         raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")
     files = _pictures(images)
-    pictures = {path: torch.from_numpy(read_pixels(path)).permute(2, 0, 1).contiguous() for path in files}
     see = {"classify": _classifier, "detect": _detector, "segment": _segmenter}[own_task](weights, metadata, device, min_score)
-    found = {}
-    for path, picture in pictures.items():
+    found, unread = {}, []
+    for path in files:
+        try:
+            picture = torch.from_numpy(read_pixels(path)).permute(2, 0, 1).contiguous()
+        except UserError as error:
+            unread.append(str(error))
+            continue
         line, found[path.name], drawn = see(picture)
         print(f"{path}: {line}", flush=True)
         if drawn is not None:
             with atomic(output / f"{path.stem}.png") as temporary:
                 drawn.save(temporary, "PNG")
-    if own_task != "classify":
+    if own_task != "classify" and found:
         write_json(output / "predictions.json", {"weights": weights.name, "model": metadata["model"], "task": own_task, "pictures": found})
         print(f"{len(found)} picture{'s' if len(found) > 1 else ''} drawn in {output}")
+    if unread:
+        more = f" (and {len(unread) - 1} more of {len(files)} pictures)" if len(unread) > 1 else ""
+        raise UserError(f"{unread[0]}{more}")
 
 
 def _pictures(given: list[Path]) -> list[Path]:

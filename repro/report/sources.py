@@ -197,12 +197,15 @@ class Results:
             size_fits = image_size is None or record.get("image_size", image_size) == image_size
             # an evaluation has the choice; training always evaluates in fp32
             exact = "image_size" not in record or source.identity.get("dtype") == "fp32"
+            # a detector or segmenter from random weights, or a cell that the command line changed, is none of the paper's
+            varied = record.get("initial") == "random" or ("initial" in record and source.path.startswith("results/measured/"))
             if (
                 record["data"] == data
                 and self._is_full(source)
                 and known
                 and size_fits
                 and exact
+                and not varied
                 and self.model_key(record, source.path) == model
             ):
                 found.append((-(record.get("epochs") or 0), source.path, source))

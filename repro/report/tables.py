@@ -133,7 +133,7 @@ def _efficiency_claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
     rows = []
     for claim in ledger.claims:
         for verdict in (verdicts[entry.id] for entry in claim.entries):
-            counted = any(f"{name}(" in (verdict.entry.ours or "") for name in ("complexity", "macs_g", "operator"))
+            counted = any(name in (verdict.entry.ours or "") for name in ('complexity("saved', "macs_g(", "operator("))
             if not counted and not is_of_speed(verdict.entry):
                 continue
             about = [claim.place, claim.says, _key(claim, verdict) + (verdict.entry.printed or "")]
@@ -264,7 +264,8 @@ def _mini(results: Results) -> str:
             f"`{run}`", results.model_key(m, source.path), m["data"],
             m.get("epochs", "–"), "–" if held_out is None else f"{held_out:.0f}", _scores(m), source.device,
         ])  # fmt: skip
-        if "without_learning" in m:
+        # runs on the same data have it in common
+        if "without_learning" in m and not any(row[2] == m["data"] and row[5] == _scores(m["without_learning"]) for row in rows):
             rows.append([f"`{run}`", "no learning: threshold, nearest example", m["data"], "–", rows[-1][4], _scores(m["without_learning"]), "–"])
     text = (
         "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."

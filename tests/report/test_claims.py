@@ -228,6 +228,20 @@ def test_detection_and_segmentation_scores(checkout):
     assert verdicts["table2_ade20k.vim_t.miou_percent"].status == "not measured"
 
 
+@pytest.mark.parametrize(
+    ("path", "initial", "status"),
+    [
+        ("segment/t", "results/pretrain/t/weights.safetensors", "matched"),
+        ("segment/t", "random", "not measured"),
+        ("measured/gpu/segment/t_24epochs", "results/pretrain/t/weights.safetensors", "not measured"),
+    ],
+)
+def test_variations_of_a_dense_cell_are_not_the_papers(checkout, path, initial, status):
+    metrics = {"model": VITTT, "options": {}, "data": "ade20k", "val_images": 2000, "miou_percent": 44.3, "initial": initial}
+    checkout.record(path, metrics)
+    assert checkout.judge()["table2_ade20k.vittt_t.miou_percent"].status == status
+
+
 SPEEDUP, SAVED = "text.abstract.speedup_1280_t", "text.abstract.memory_saved_1280_t"
 
 

@@ -1,5 +1,7 @@
 """UperNet, mmsegmentation's own: its heads on four feature maps, its losses, its inference by windows."""
 
+from typing import Any
+
 from torch import nn
 
 from .data import IGNORED
@@ -10,7 +12,19 @@ _AUX_WEIGHT = 0.4
 _AUX_MAP = 2  # stride 16
 
 
-def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: int, window: int, stride: int) -> EncoderDecoder:
+class UperNet(EncoderDecoder):
+    """mmsegmentation's model with what timm's layer-wise decay and its exemptions ask of one, both the backbone's."""
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The backbone's groups, all else in the last of them."""
+        return self.backbone.group_matcher(coarse, prefix="backbone.")
+
+    def no_weight_decay(self) -> set[str]:
+        """What the backbone exempts."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: int, window: int, stride: int) -> UperNet:
     """UPerHead on all four maps and, for training, FCNHead on that of stride 16.
 
     The model called with normalised images (B, 3, H, W) returns logits (B, num_classes, H/4, W/4). Called with `mode="loss"` and
@@ -39,7 +53,7 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
     }  # fmt: skip
     loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False}
     with quiet():
-        model = EncoderDecoder(
+        model = UperNet(
             backbone={"type": lambda: backbone},
             decode_head=both | decode | {"loss_decode": loss},
             auxiliary_head=both | aux | {"loss_decode": loss | {"loss_weight": _AUX_WEIGHT}},
