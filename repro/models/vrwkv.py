@@ -9,6 +9,7 @@ Shape letters: B images, T tokens on an (h, w) grid, C channels.
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
     padded = F.pad(x, (0, 0, 1, 1, 1, 1))
     neighbours = (padded[:, 1:-1, :w], padded[:, 1:-1, 2:], padded[:, :h, 1:-1], padded[:, 2:, 1:-1])
     edges = [C * j // SHIFT_PARTS for j in range(SHIFT_PARTS + 1)]
-    parts = [y[..., a:b] for y, a, b in zip(neighbours, edges, edges[1:], strict=False)]
+    parts = [y[..., a:b] for y, (a, b) in zip(neighbours, pairwise(edges), strict=True)]
     return torch.cat(parts, -1).flatten(1, 2)
 
 
