@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .claims import STATUSES, Verdict, is_of_speed, status_counts
+from .gallery import examples_md, figures_md
+from .index import index_md, shown_commands
 from .ledger import Claim, Entry, Ledger, Table
-from .sources import Results, Source, SpeedGroup
+from .sources import Results, Source, SpeedGroup, missing_cells
 from .wording import KINDS, MARKS, grid, marks, ours, significant
 
 HEADLINES = (
@@ -30,24 +32,28 @@ def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results,
         results: the records, for what is shown beside the comparison.
         profile: the profile that params.yaml equals; None when it was edited.
     """
+    named = f"the `{profile}` profile" if profile else "edited parameters that equal no profile"
     parts = [
-        _head(ledger, profile),
+        _head(ledger, named),
+        *_missing(results),
         _summary(verdicts),
         _headlines(ledger, verdicts),
         *(_table(table, verdicts) for table in ledger.tables),
+        figures_md(verdicts, results, named),
         _efficiency_claims(ledger, verdicts),
         _efficiency(results),
         _mini(results),
+        examples_md(results, named),
         _claims(ledger, verdicts),
         _contradictions(verdicts),
         _not_measured(verdicts),
+        index_md(ledger, verdicts),
         _provenance(results),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _head(ledger: Ledger, profile: str | None) -> str:
-    named = f"the `{profile}` profile" if profile else "edited parameters that equal no profile"
+def _head(ledger: Ledger, named: str) -> str:
     paper = ledger.paper
     return f"""# The paper's numbers and ours
 
@@ -65,6 +71,16 @@ status. params.yaml holds {named}. All entries, with reasons, commands and recor
 Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was taken on
 the whole validation split of the paper's data set, speed and memory only when taken on one {paper.speed_device} at batch
 {paper.speed_batch}."""
+
+
+def _missing(results: Results) -> list[str]:
+    """What the pipeline would write at these parameters and is not there; nothing where all of it is."""
+    missing = missing_cells(results.paths)
+    if not missing:
+        return []
+    rows = [[f"`{record}`", f"`{command}`"] for record, command in missing]
+    text = f"{len(missing)} records that dvc.yaml and params.yaml ask for are not there: not run yet, or interrupted (`repro status`)."
+    return [f"## Missing cells\n\n{text}\n\n" + grid(["record", "what makes it"], rows)]
 
 
 def _summary(verdicts: Mapping[str, Verdict]) -> str:
@@ -319,9 +335,7 @@ def _not_measured(verdicts: Mapping[str, Verdict]) -> str:
             groups.setdefault(verdict.reason, []).append(verdict)
     rows = []
     for reason, members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        commands = list(dict.fromkeys(member.command for member in members))
-        more = f" (and {len(commands) - 1} more, in claims.csv)" if len(commands) > 1 else ""
-        rows.append([len(members), reason, (commands[0] if commands[0].startswith("none") else f"`{commands[0]}`") + more])
+        rows.append([len(members), reason, shown_commands(member.command for member in members)])
     return "## Not measured, and why\n\n" + grid(["entries", "reason", "what would measure it"], rows)
 
 
