@@ -313,7 +313,10 @@ def _named(value: Any, where: str) -> Any:
 
 
 def missing_cells(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics file that the stages of dvc.yaml write for the cells of params.yaml, where it is not there."""
+    """(record, command) of each metrics file that the stages of dvc.yaml write for the cells of params.yaml, where it is not there.
+
+    DVC allows no dependency on dvc.yaml itself; a stage more in it is a section more in the parameters that the report depends on.
+    """
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
         cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]

@@ -20,7 +20,7 @@ FAMILIES = {
     "detect": ["repro.models.vittt"],
     "segment": ["repro.models.vittt"],
 }
-DATA_FILES = {"report": {"repro/report/paper.yaml"}}
+DATA_FILES = {"report": {"repro/report/paper.yaml", "repro/report/template.html"}}
 
 
 def definition(stage: str) -> dict:
