@@ -120,6 +120,12 @@ class Results:
         """Score cells on anything but a whole data set of the paper: never set beside the paper's numbers."""
         return [s for s in self.score_cells if not self._is_full(s)]
 
+    def without(self, source: Source) -> "Results":
+        """The same, read anew, but for one record."""
+        others = Results(self.paths, self.defaults, self.own_families)
+        others.sources.remove(source)
+        return others
+
     def functions(self) -> dict[str, Callable]:
         """What expressions may call that depends neither on a device nor on the paper."""
         return {
