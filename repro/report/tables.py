@@ -79,7 +79,7 @@ def _missing(results: Results) -> list[str]:
     if not missing:
         return []
     rows = [[f"`{record}`", f"`{command}`"] for record, command in missing]
-    text = f"{len(missing)} records that dvc.yaml and params.yaml ask for are not there: not run yet, or interrupted (`repro status`)."
+    text = "dvc.yaml and params.yaml ask for these records, and they are not there: not run yet, or interrupted (`repro status`)."
     return [f"## Missing cells\n\n{text}\n\n" + grid(["record", "what makes it"], rows)]
 
 
