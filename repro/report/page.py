@@ -22,7 +22,7 @@ LEDGER = "the-ledger"
 # pixels across; more is not seen on a screen, and the page stays small
 _LARGEST = 1400
 # characters from which on a cell is text to read, and wants a width for it
-_PROSE = 40
+_PROSE = 22
 _COMPARED = re.compile(r"(\S+) → (\S+)(?: (.+))?")
 _MARK = re.compile(r"(✓ᵗ|✓|≠|⚠)")
 _WORDS = {**{mark: status for status, mark in MARKS.items()}, "✓ᵗ": "matched by truncation"}
@@ -117,11 +117,9 @@ def _mark_cells(tokens: Sequence[Any]) -> None:
             before.attrSet("scope", "col")
             header.append(token.content)
         elif before.type == "td_open":
-            if not (column or header[0]):  # a corner left empty: the first column names the rows
+            if not (column or header[0]) and any(header):  # a corner left empty: the first column names the rows
                 before.tag = tokens[i + 2].tag = "th"
                 before.attrSet("scope", "row")
-            elif len(token.content) > _PROSE:
-                before.attrJoin("class", "prose")
             compared = _COMPARED.fullmatch(token.content)
             alone = header[column] in ("status", "mark")
             if compared and header[column]:
@@ -129,7 +127,9 @@ def _mark_cells(tokens: Sequence[Any]) -> None:
                 our = html.escape(our) if our != MARKS["not measured"] else _marked(our, alone=True)
                 numbers = f'<span class="paper">{html.escape(paper)}</span><span class="to">→</span><span class="ours">{our}</span>'
                 _replace(token, f'<span class="compared">{numbers}<span>{_marked(marks)}</span></span>')
-            elif "`" not in token.content and "[" not in token.content and (alone or _MARK.search(token.content)):
+            elif len(token.content) > _PROSE and "![" not in token.content:
+                before.attrJoin("class", "prose")
+            if not compared and "`" not in token.content and "[" not in token.content and (alone or _MARK.search(token.content)):
                 _replace(token, _marked(token.content, alone=alone))
             column += 1
 
