@@ -155,6 +155,15 @@ def test_it_fits_reads_and_is_photographed(open_page, viewport, scheme):
     page.screenshot(path=SHOTS / f"{viewport['width']}_{scheme}_why.png")
 
 
+def test_it_prints_on_a_sheet_in_light_colours(open_page):
+    page = open_page({"width": 760, "height": 1050}, "dark")
+    dark = page.evaluate("getComputedStyle(document.body).color")
+    page.emulate_media(media="print")
+    page.screenshot(path=SHOTS / "print.png")
+    assert page.evaluate("document.documentElement.scrollWidth") == 760
+    assert page.evaluate("getComputedStyle(document.body).color") != dark and page.locator(".controls").is_hidden()
+
+
 def test_the_switch_goes_before_the_system(open_page):
     page = open_page(scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"
