@@ -39,7 +39,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json}, and with `html` report.html.
 
     Raises:
-        UserError: a record under results/ is damaged or of another version; a missing one leaves its entries `not measured`.
+        UserError: a record or a picture under results/ is damaged, or a record of another version; a missing one leaves its entries `not measured`.
     """
     from repro.report.ledger import load_ledger
     from repro.report.sources import Results
@@ -70,7 +70,7 @@ def _pages(params: ReportParams, ledger: Any, results: Any, html: bool) -> tuple
     tables = tables_md(ledger, verdicts, results, named)
     pages = {"tables.md": tables, "claims.csv": claims_csv(verdicts), "claims.json": claims_json(ledger, verdicts)}
     if html:
-        pages["report.html"] = report_html(ledger, verdicts, results, named, tables)
+        pages["report.html"] = report_html(verdicts, results, named, tables)
     counts = status_counts(verdicts)
     return pages, " / ".join(f"{status} {counts[status]}" for status in STATUSES) + f" of {len(verdicts)}"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from ..core.errors import UserError
 from .claims import STATUSES, Verdict, status_counts
-from .ledger import Ledger
 from .sources import Results
 from .wording import KINDS, MARKS, ours, signed
 
@@ -29,12 +29,15 @@ _WORDS = {**{mark: status for status, mark in MARKS.items()}, "✓ᵗ": "matched
 _PLACE = re.compile(r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I)
 
 
-def report_html(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results, profile: str | None, tables: str) -> str:
+def report_html(verdicts: Mapping[str, Verdict], results: Results, profile: str | None, tables: str) -> str:
     """The page.
 
     Args:
-        ledger, verdicts, results, profile: as for `tables_md`.
+        verdicts, results, profile: as for `tables_md`.
         tables: what `tables_md` returned.
+
+    Raises:
+        UserError: a picture cannot be read.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -45,7 +48,7 @@ def report_html(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Result
         Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         .from_string(TEMPLATE.read_text(encoding="utf-8"))
         .render(
-            title=ledger.paper.title, head=head, sections=sections, ledger_id=LEDGER, kinds=KINDS, places=places,
+            head=head, sections=sections, ledger_id=LEDGER, kinds=KINDS, places=places,
             statuses=[(status, _slug(status), MARKS[status], counts[status]) for status in STATUSES],
             entries=[_entry(verdict, results, profile) for verdict in verdicts.values()],
         )
@@ -154,14 +157,16 @@ def _image(token: Any, folder: Path) -> str:
     from PIL import Image
 
     text = html.escape(token.content, quote=True)
-    file = folder / unquote(token.attrs["src"])
-    if not file.is_file():
+    file = (folder / unquote(token.attrs["src"])).resolve()
+    if not (file.is_file() and file.is_relative_to(folder.resolve())):
         return text
-    with Image.open(file) as picture:
-        picture = picture.convert("RGBA")
-        picture.thumbnail((_LARGEST, _LARGEST))
-        stream = io.BytesIO()
-        picture.save(stream, "WEBP", quality=85)
+    stream = io.BytesIO()
+    try:
+        picture = Image.open(file).convert("RGBA")
+    except OSError as error:
+        raise UserError(f"{file}: not a picture that can be read ({error}); make it again, or remove it") from None
+    picture.thumbnail((_LARGEST, _LARGEST))
+    picture.save(stream, "WEBP", quality=85)
     data = base64.b64encode(stream.getvalue()).decode()
     size = f'width="{picture.width}" height="{picture.height}"'
     return f'<button type="button" class="zoom" title="Enlarge"><img alt="{text}" {size} src="data:image/webp;base64,{data}"></button>'

@@ -59,7 +59,7 @@ def committed(ledger) -> tuple[str, str]:
     results = Results(Paths(ROOT), ledger.default_options, ledger.own_families)
     verdicts = judge(ledger, results, "fp16")
     tables = tables_md(ledger, verdicts, results, "mini")
-    return tables, report_html(ledger, verdicts, results, "mini", tables)
+    return tables, report_html(verdicts, results, "mini", tables)
 
 
 def test_the_ledgers_rows_are_those_of_claims_json(checkout):
@@ -133,6 +133,12 @@ def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
     assert all(each[1].get("scope") in ("col", "row") for each in elements.all("th"))
     marked = [each for each in elements.all("span", **{"class": "mark"})]
     assert marked and all(each[1]["title"] in each[2] for each in marked)  # never the colour alone
+
+
+def test_a_damaged_picture_is_one_line_that_names_it(checkout):
+    checkout.write("results/visualize/fig8_receptive_field.png", "half a picture")
+    with pytest.raises(UserError, match=r"fig8_receptive_field.png: not a picture that can be read .*; make it again"):
+        run(ReportParams(), checkout.paths)
 
 
 @pytest.mark.parametrize(
