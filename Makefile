@@ -9,16 +9,24 @@ ARGS :=
 # PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
 NEED_GB := 10
 
-.PHONY: help setup test reproduce
+.PHONY: help setup test test-browser reproduce
 
 help:
 	@echo 'make reproduce   run the whole pipeline; results/tables.md is the page to open afterwards'
 	@echo 'make test        run the tests; ARGS="-k loader" narrows them down'
+	@echo 'make test-browser  open results/report.html in a real browser; pictures of it in .runs/browser'
 	@echo 'make setup       only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
 
 test: setup
 	@# one thread: the tests are many small ones, and the machine is shared with what they start
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest $(ARGS)
+
+# Chromium is the machine's own, else playwright fetches one; where neither is to be had: apt install chromium
+test-browser: setup
+	@$(VENV)/bin/python -c 'import playwright' 2>/dev/null || $(VENV)/bin/python -m pip install --disable-pip-version-check playwright==1.65.2
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		$(VENV)/bin/python -m playwright install chromium || { echo 'make: no Chromium is to be had; Debian, Ubuntu: apt install chromium' >&2; exit 1; }
+	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
 
 reproduce: setup
 	@# DVC asks for a Git repository unless told otherwise: an unpacked archive is none

@@ -1,13 +1,19 @@
 """`repro report`: the paper's numbers beside ours, and the status of each, from the records under results/."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from repro.core.config import load_section
+from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import write_json, write_text
 
 from . import profile
+
+# what a value of another type or form than today's leads to
+_ODD = (TypeError, ValueError, AttributeError, LookupError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,32 +27,60 @@ class ReportParams:
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
 
-def command() -> None:
-    """Write results/tables.md, claims.csv and claims.json: each number of the paper, ours, and what became of it."""
+def command(
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Also report.html, the same as one page for a browser.")] = True,
+) -> None:
+    """Write results/tables.md, report.html, claims.csv and claims.json: each number of the paper, ours, and what became of it."""
     paths = find_root()
-    run(load_section(ReportParams, paths.params, "report"), paths)
+    run(load_section(ReportParams, paths.params, "report"), paths, html=html)
 
 
-def run(params: ReportParams, paths: Paths) -> None:
-    """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json}.
+def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
+    """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json}, and with `html` report.html.
 
     Raises:
-        UserError: a record under results/ is damaged; a missing one leaves its entries `not measured`.
+        UserError: a record or a picture under results/ is damaged, or a record of another version; a missing one leaves its entries `not measured`.
     """
-    from repro.report.claims import judge, status_counts
-    from repro.report.export import claims_csv, claims_json
     from repro.report.ledger import load_ledger
     from repro.report.sources import Results
-    from repro.report.tables import tables_md
 
     ledger = load_ledger()
     results = Results(paths, ledger.default_options, ledger.own_families)
+    try:
+        pages, line = _pages(params, ledger, results, html)
+    except _ODD as error:
+        blamed = _blamed(error, params, ledger, results)
+        if blamed is None:
+            raise
+        raise blamed from error
+    for name, content in pages.items():
+        (write_text if isinstance(content, str) else write_json)(paths.results / name, content)
+    print(line)
+
+
+def _pages(params: ReportParams, ledger: Any, results: Any, html: bool) -> tuple[dict[str, Any], str]:
+    """File under results/ -> its content, and the line of counts."""
+    from repro.report.claims import STATUSES, judge, status_counts
+    from repro.report.export import claims_csv, claims_json
+    from repro.report.page import report_html
+    from repro.report.tables import tables_md
+
     verdicts = judge(ledger, results, params.speed_dtype)
-    write_text(paths.results / "tables.md", tables_md(ledger, verdicts, results, profile.active(paths, besides=("runtime",))))
-    write_text(paths.results / "claims.csv", claims_csv(verdicts))
-    write_json(paths.results / "claims.json", claims_json(ledger, verdicts))
+    named = profile.active(results.paths, besides=("runtime",))
+    tables = tables_md(ledger, verdicts, results, named)
+    pages = {"tables.md": tables, "claims.csv": claims_csv(verdicts), "claims.json": claims_json(ledger, verdicts)}
+    if html:
+        pages["report.html"] = report_html(verdicts, results, named, tables)
     counts = status_counts(verdicts)
-    print(
-        f"matched {counts['matched']} / differs {counts['differs']} / not measured {counts['not measured']} / "
-        f"paper inconsistent {counts['paper inconsistent']} of {len(verdicts)}"
-    )
+    return pages, " / ".join(f"{status} {counts[status]}" for status in STATUSES) + f" of {len(verdicts)}"
+
+
+def _blamed(error: Exception, params: ReportParams, ledger: Any, results: Any) -> UserError | None:
+    """The error as one line that names the record without which it does not occur; None where it occurs without each."""
+    for source in results.sources:
+        try:
+            _pages(params, ledger, results.without(source), html=False)
+        except _ODD:
+            continue
+        return UserError(f"{source.path}: cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/")
+    return None

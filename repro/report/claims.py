@@ -114,7 +114,7 @@ def _shown(value: Number, places: int) -> str:
     return text.rstrip("0").rstrip(".") if places else text
 
 
-def _runnable(command: str) -> str:
+def runnable(command: str) -> str:
     """The command, with a word where its stage does not exist yet."""
     verb = re.match(r"repro ([a-z-]+)", command)
     if verb is None or (STAGES_FOLDER / f"{verb[1].replace('-', '_')}.py").is_file():
@@ -150,7 +150,7 @@ class _Bench:
             ours = self._ours(entry, self.paper_group)
         except Missing as missing:
             status = "paper inconsistent" if found["evidence"] else "not measured"
-            found |= {"reason": missing.reason, "command": _runnable(missing.command), "elsewhere": tuple(self._elsewhere(entry))}
+            found |= {"reason": missing.reason, "command": runnable(missing.command), "elsewhere": tuple(self._elsewhere(entry))}
             return Verdict(entry=entry, status=status, **found)
         found["sources"] = tuple(sorted(self.results.used))
         if entry.printed is None:

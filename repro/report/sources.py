@@ -11,7 +11,7 @@ from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
 
-STAGES = ("complexity", "pretrain", "baselines", "detect", "segment", "ablate", "efficiency")
+STAGES = ("complexity", "pretrain", "baselines", "detect", "segment", "ablate", "efficiency", "visualize")
 # a score counts for the paper's data set only when it was taken on that set's whole validation split
 FULL_VALIDATION = {"imagenet": 50_000, "coco": 5_000, "ade20k": 2_000}
 NAMES = {"imagenet": "ImageNet-1K", "coco": "COCO 2017", "ade20k": "ADE20K"}
@@ -120,6 +120,12 @@ class Results:
         """Score cells on anything but a whole data set of the paper: never set beside the paper's numbers."""
         return [s for s in self.score_cells if not self._is_full(s)]
 
+    def without(self, source: Source) -> "Results":
+        """The same, read anew, but for one record."""
+        others = Results(self.paths, self.defaults, self.own_families)
+        others.sources.remove(source)
+        return others
+
     def functions(self) -> dict[str, Callable]:
         """What expressions may call that depends neither on a device nor on the paper."""
         return {
@@ -158,7 +164,7 @@ class Results:
         parts = [content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")]
         if not all(isinstance(part, Mapping) for part in parts):
             raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")
-        return Source(path, *parts)
+        return Source(path, *(_named(part, f"{path}: {name}") for part, name in zip(parts, ("metrics", "identity"), strict=True)))
 
     def _of_stage(self, stage: str) -> list[Source]:
         return [s for s in self.sources if s.path.startswith(f"results/{stage}/")]
@@ -293,6 +299,39 @@ class Results:
                 self.used.add(source.path)
                 return op[key]
         raise Missing("the reference path was not measured against the kernel", "repro kernels bench")
+
+
+class _Part(dict):
+    """A mapping of a record at `where`; a key that is not there, as in a record of an older version, is one line that names it."""
+
+    def __init__(self, items: Mapping[str, Any], where: str):
+        super().__init__({key: _named(value, f"{where}.{key}") for key, value in items.items()})
+        self.where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"{self.where}.{key}: missing, as in a record of another version; run its stage again, or move the file out of results/")
+
+
+def _named(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [_named(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    return _Part(value, where) if isinstance(value, dict) else value
+
+
+def missing_cells(paths: Paths) -> list[tuple[str, str]]:
+    """(record, command) of each metrics file that the stages of dvc.yaml write for the cells of params.yaml, where it is not there.
+
+    DVC allows no dependency on dvc.yaml itself; a stage more in it is a section more in the parameters that the report depends on.
+    """
+    params, missing = load_yaml(paths.params), []
+    for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
+        cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]
+        for cell in cells:
+            made = stage.get("do", stage)
+            for record in (name.replace("${key}", cell) for metrics in made.get("metrics", []) for name in metrics):
+                if not (paths.root / record).is_file():
+                    missing.append((record, made["cmd"].replace("${key}", cell)))
+    return missing
 
 
 def _field(record: Mapping[str, Any], name: str, where: str) -> Any:

@@ -1,21 +1,15 @@
 """results/tables.md from the verdicts and the records. The same records give the same bytes: no dates, no order of chance."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .claims import STATUSES, Status, Verdict, decimals, is_of_speed, status_counts
+from .claims import STATUSES, Verdict, is_of_speed, status_counts
+from .gallery import examples_md, figures_md
+from .index import index_md, shown_commands
 from .ledger import Claim, Entry, Ledger, Table
-from .sources import Results, Source, SpeedGroup
+from .sources import Results, Source, SpeedGroup, missing_cells
+from .wording import KINDS, MARKS, grid, marks, ours, significant
 
-KINDS = {
-    "count": "parameters, FLOPs",
-    "accuracy": "accuracy (Top-1, AP, mIoU)",
-    "speed": "speed, memory",
-    "statement": "statements, formulas",
-    "setting": "settings, definitions",
-    "data": "sizes of data sets",
-}
 HEADLINES = (
     "text.abstract.",
     "text.5_3.flops_saved_1280",
@@ -27,7 +21,6 @@ SCORES = {
     "top1": "top1", "top5": "top5", "ap_box": "box AP", "ap50_box": "AP50", "ap_mask": "mask AP", "ap50_mask": "AP50", "miou": "mIoU",
     "aacc": "pixels",
 }  # fmt: skip
-MARKS: dict[Status, str] = {"matched": "✓", "differs": "≠", "not measured": "–", "paper inconsistent": "⚠"}
 
 
 def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results, profile: str | None) -> str:
@@ -39,24 +32,28 @@ def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results,
         results: the records, for what is shown beside the comparison.
         profile: the profile that params.yaml equals; None when it was edited.
     """
+    named = f"the `{profile}` profile" if profile else "edited parameters that equal no profile"
     parts = [
-        _head(ledger, profile),
+        _head(ledger, named),
+        *_missing(results),
         _summary(verdicts),
         _headlines(ledger, verdicts),
         *(_table(table, verdicts) for table in ledger.tables),
+        figures_md(verdicts, results, named),
         _efficiency_claims(ledger, verdicts),
         _efficiency(results),
         _mini(results),
+        examples_md(results, named),
         _claims(ledger, verdicts),
         _contradictions(verdicts),
         _not_measured(verdicts),
+        index_md(ledger, verdicts),
         _provenance(results),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _head(ledger: Ledger, profile: str | None) -> str:
-    named = f"the `{profile}` profile" if profile else "edited parameters that equal no profile"
+def _head(ledger: Ledger, named: str) -> str:
     paper = ledger.paper
     return f"""# The paper's numbers and ours
 
@@ -76,6 +73,16 @@ the whole validation split of the paper's data set, speed and memory only when t
 {paper.speed_batch}."""
 
 
+def _missing(results: Results) -> list[str]:
+    """What the pipeline would write at these parameters and is not there; nothing where all of it is."""
+    missing = missing_cells(results.paths)
+    if not missing:
+        return []
+    rows = [[f"`{record}`", f"`{command}`"] for record, command in missing]
+    text = "dvc.yaml and params.yaml ask for these records, and they are not there: not run yet, or interrupted (`repro status`)."
+    return [f"## Missing cells\n\n{text}\n\n" + grid(["record", "what makes it"], rows)]
+
+
 def _summary(verdicts: Mapping[str, Verdict]) -> str:
     rows = []
     for kind, label in KINDS.items():
@@ -85,10 +92,10 @@ def _summary(verdicts: Mapping[str, Verdict]) -> str:
     counts = status_counts(verdicts)
     rows.append(["**all**", *(f"**{counts[status]}**" for status in STATUSES), f"**{len(verdicts)}**"])
     checks, violations = (sum(getattr(verdict, name) for verdict in verdicts.values()) for name in ("checks", "violations"))
-    grid = _grid(["entries of the ledger", *STATUSES, "all"], rows)
+    counted = grid(["entries of the ledger", *STATUSES, "all"], rows)
     return f"""## Summary
 
-{grid}
+{counted}
 
 {checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text,
 the same model in two tables, Eq. 13, counts of named models): {checks - violations} hold, {violations} do not."""
@@ -107,7 +114,7 @@ def _table(table: Table, verdicts: Mapping[str, Verdict]) -> str:
     counts = status_counts({name: verdict for name, verdict in verdicts.items() if name.startswith(f"{table.id}.")})
     counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     note = f" {table.note}" if table.note else ""
-    return f"## {table.place}: {table.title}\n\nEach cell: paper → ours. {counted}.{note}\n\n" + _grid(header, rows)
+    return f"## {table.place}: {table.title}\n\nEach cell: paper → ours. {counted}.{note}\n\n" + grid(header, rows)
 
 
 def _cell(verdict: Verdict) -> str:
@@ -115,17 +122,7 @@ def _cell(verdict: Verdict) -> str:
     mark = MARKS[verdict.status]
     if verdict.ours is None:
         return f"{printed} {mark}" if verdict.status == "paper inconsistent" else f"{printed} → {mark}"
-    return f"{printed} → {_ours(verdict)} {_marks(verdict)}"
-
-
-def _marks(verdict: Verdict) -> str:
-    """The status, and for a contradiction also how ours compares."""
-    if verdict.ours is None:
-        return MARKS[verdict.status]
-    compared = "✓ᵗ" if verdict.how == "truncation" else "✓" if verdict.how else "≠"
-    if compared == "≠" and verdict.delta is not None:
-        compared = f"≠ ({_signed(verdict.delta, verdict)})"
-    return f"⚠ {compared}" if verdict.status == "paper inconsistent" else compared
+    return f"{printed} → {ours(verdict)} {marks(verdict)}"
 
 
 def _efficiency_claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
@@ -138,7 +135,7 @@ def _efficiency_claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
                 continue
             about = [claim.place, claim.says, _key(claim, verdict) + (verdict.entry.printed or "")]
             if verdict.ours is not None:
-                rows.append([*about, ", ".join(verdict.sources), f"{_ours(verdict)} {_marks(verdict)}", "–"])
+                rows.append([*about, ", ".join(verdict.sources), f"{ours(verdict)} {marks(verdict)}", "–"])
             rows += [[*about, each.group, each.said(each.value), each.said(each.fused)] for each in verdict.elsewhere]
             if verdict.ours is None and not verdict.elsewhere:
                 rows.append([*about, "–", verdict.reason, "–"])
@@ -146,7 +143,7 @@ def _efficiency_claims(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
     return (
         "## The paper's efficiency claims, here\n\n"
         "The paper's DeiT has unfused attention; today's users run the fused one, so both stand here. Speed of another device than\n"
-        "the paper's says what holds on that device.\n\n" + _grid(head, rows)
+        "the paper's says what holds on that device.\n\n" + grid(head, rows)
     )
 
 
@@ -164,7 +161,7 @@ def _efficiency(results: Results) -> str:
         parts.append(f"### {group}, {group.mode}")
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
         listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]
-        parts += [_grid(head, listed) + _ratios(results, group)] if listed else []
+        parts += [grid(head, listed) + _ratios(results, group)] if listed else []
         parts += [_sweep(group, swept)] if swept else []
     return "\n\n".join(parts)
 
@@ -179,23 +176,23 @@ def _sweep(group: SpeedGroup, rows: Sequence[tuple[Mapping[str, Any], Source]]) 
         table = []
         for model, attention in names:
             found = [cells.get((model, attention, side)) for side in sides]
-            shown = ["–" if row is None else _significant(row[key]) if row["status"] == "ok" else row["status"] for row in found]
+            shown = ["–" if row is None else significant(row[key]) if row["status"] == "ok" else row["status"] for row in found]
             table.append([f"{model}{f', {attention}' if attention else ''}", *shown])
-        parts.append(f"{label}, by image side:\n\n" + _grid(["model", *(f"{side}²" for side in sides)], table))
+        parts.append(f"{label}, by image side:\n\n" + grid(["model", *(f"{side}²" for side in sides)], table))
     metrics = rows[0][1].metrics
     same = [each for each in metrics["compared"] if _of_group(each, group)]
     if same:
         parts.append(
             "Vittt against each family at the largest side where both ran, and from which side on it is faster:\n\n"
-            + _grid(["size", "against", "side", "speed-up", "memory saved", "faster"], [_compared_row(each) for each in same])
+            + grid(["size", "against", "side", "speed-up", "memory saved", "faster"], [_compared_row(each) for each in same])
         )
     grown = [each for each in metrics["growth"] if _of_group(each, group) and len(each["sides"]) > 1]
     if grown:
         powers = "macs_exponent", "latency_exponent", "memory_exponent"
-        table = [[_named(each), *(_significant(each[power]) for power in powers)] for each in grown]
+        table = [[_named(each), *(significant(each[power]) for power in powers)] for each in grown]
         parts.append(
             "Growth with the tokens from 512 pixels on, as fitted exponents (1 linear, 2 quadratic; Eq. 13 and 14):\n\n"
-            + _grid(["model", "multiply-adds", "time", "memory"], table)
+            + grid(["model", "multiply-adds", "time", "memory"], table)
         )
     return "\n\n".join(parts)
 
@@ -213,8 +210,8 @@ def _compared_row(found: Mapping[str, Any]) -> list[str]:
     if found["speedup"] is None:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     faster = found["crossover"] if found["crossover_side"] is None else f"{found['crossover']} {found['crossover_side']:.0f}²"
-    saved = "–" if found["memory_saved_percent"] is None else f"{_significant(found['memory_saved_percent'])} %"
-    return [found["size"], found["against"], f"{found['side']}²", f"{_significant(found['speedup'])}×", saved, faster]
+    saved = "–" if found["memory_saved_percent"] is None else f"{significant(found['memory_saved_percent'])} %"
+    return [found["size"], found["against"], f"{found['side']}²", f"{significant(found['speedup'])}×", saved, faster]
 
 
 def _speed_row(row: Mapping[str, Any]) -> list[str]:
@@ -222,9 +219,9 @@ def _speed_row(row: Mapping[str, Any]) -> list[str]:
     low, high = row["latency_ms_ci95"] or (None, None)
     return [
         row["model"], row["attention"] or "–", f"{height}×{width}",
-        _significant(row["throughput_img_per_s"]) if row["status"] == "ok" else row["status"], _significant(row["latency_ms"]),
-        "–" if low is None else f"{_significant(low)} – {_significant(high)}", _significant(row["peak_memory_mib"]),
-        _significant(row["macs_g"]),
+        significant(row["throughput_img_per_s"]) if row["status"] == "ok" else row["status"], significant(row["latency_ms"]),
+        "–" if low is None else f"{significant(low)} – {significant(high)}", significant(row["peak_memory_mib"]),
+        significant(row["macs_g"]),
     ]  # fmt: skip
 
 
@@ -247,7 +244,7 @@ def _ratio(compared: Mapping[str, Any], attention: str, unit: str) -> str:
     value = compared.get(f"vs_deit_{attention}")
     if value is None:
         return f"against {attention} not measured ({compared.get(f'vs_deit_{attention}_reason', 'no such row')})"
-    return f"{_significant(value)}{unit} against {attention}"
+    return f"{significant(value)}{unit} against {attention}"
 
 
 def _mini(results: Results) -> str:
@@ -270,7 +267,7 @@ def _mini(results: Results) -> str:
     text = (
         "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     )
-    return f"{title}\n\n{text}\n\n" + _grid(["run", "model", "data", "epochs", "held-out images", "scores", "device"], rows)
+    return f"{title}\n\n{text}\n\n" + grid(["run", "model", "data", "epochs", "held-out images", "scores", "device"], rows)
 
 
 def _scores(metrics: Mapping[str, Any]) -> str:
@@ -293,8 +290,8 @@ def _claim_grid(claims: Iterable[Claim], verdicts: Mapping[str, Verdict], *, rea
             notes |= dict.fromkeys(
                 "[⚠ why](#where-the-paper-contradicts-itself)" for v in own if v.status == "paper inconsistent"
             )
-        rows.append([claim.place, claim.says, _joined(_ours(v) for v in own), _joined(_marks(v) for v in own), "; ".join(notes)])
-    return _grid(["where", "the paper says", "ours", "status", "note"], rows)
+        rows.append([claim.place, claim.says, _joined(ours(v) for v in own), _joined(marks(v) for v in own), "; ".join(notes)])
+    return grid(["where", "the paper says", "ours", "status", "note"], rows)
 
 
 def _key(claim: Claim, verdict: Verdict) -> str:
@@ -320,7 +317,7 @@ def _contradictions(verdicts: Mapping[str, Verdict]) -> str:
     return (
         "## Where the paper contradicts itself\n\n"
         "Numbers are recomputed by code from the paper's own, or counted on the published model that a row names;\n"
-        "formulas were compared by reading.\n\n" + _grid(["where", "it prints", "but"], rows)
+        "formulas were compared by reading.\n\n" + grid(["where", "it prints", "but"], rows)
     )
 
 
@@ -338,10 +335,8 @@ def _not_measured(verdicts: Mapping[str, Verdict]) -> str:
             groups.setdefault(verdict.reason, []).append(verdict)
     rows = []
     for reason, members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        commands = list(dict.fromkeys(member.command for member in members))
-        more = f" (and {len(commands) - 1} more, in claims.csv)" if len(commands) > 1 else ""
-        rows.append([len(members), reason, (commands[0] if commands[0].startswith("none") else f"`{commands[0]}`") + more])
-    return "## Not measured, and why\n\n" + _grid(["entries", "reason", "what would measure it"], rows)
+        rows.append([len(members), reason, shown_commands(member.command for member in members)])
+    return "## Not measured, and why\n\n" + grid(["entries", "reason", "what would measure it"], rows)
 
 
 def _provenance(results: Results) -> str:
@@ -357,40 +352,4 @@ def _provenance(results: Results) -> str:
     if not rows:
         return "## Provenance\n\nNo record was found under `results/`: `dvc repro` makes them."
     head = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
-    return "## Provenance\n\nEach record names what explains its numbers; `code` and `params` are hashes.\n\n" + _grid(head, rows)
-
-
-def _grid(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _ours(verdict: Verdict) -> str:
-    if verdict.ours is None:
-        return "–"
-    if isinstance(verdict.ours, bool):
-        return "holds" if verdict.ours else "does not hold"
-    return _digits(verdict.ours, verdict)
-
-
-def _signed(delta: float, verdict: Verdict) -> str:
-    text = _digits(abs(delta), verdict, like=verdict.ours)
-    return f"{'−' if delta < 0 else '+'}{text}"
-
-
-def _digits(value: float, verdict: Verdict, like: float | None = None) -> str:
-    """Four significant digits, or one more than the paper prints, whichever shows more."""
-    shown = abs(like if like is not None else value)
-    significant = 3 - math.floor(math.log10(shown)) if shown else 0
-    places = max(decimals(verdict.entry.printed) + 1, significant)
-    text = f"{value:.{places}f}"
-    return text.rstrip("0").rstrip(".") if float(value).is_integer() else text
-
-
-def _significant(value: float | None) -> str:
-    """Three significant digits, never in exponent form."""
-    if value is None:
-        return "–"
-    places = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
-    return f"{value:.{places}f}"
+    return "## Provenance\n\nEach record names what explains its numbers; `code` and `params` are hashes.\n\n" + grid(head, rows)

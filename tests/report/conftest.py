@@ -83,5 +83,6 @@ class Checkout:
 def checkout(tmp_path: Path, ledger: Ledger) -> Checkout:
     made = Checkout(Paths(tmp_path), ledger)
     made.write("params.yaml", "report: {speed_dtype: fp16}\n")
+    made.write("dvc.yaml", "stages: {}\n")
     made.write("profiles/mini.yaml", "report: {speed_dtype: fp16}\n")
     return made

@@ -1,5 +1,6 @@
 """dvc.yaml is true: code dependencies are import closures, sections exist, and nothing depends on raw data."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ FAMILIES = {
     "detect": ["repro.models.vittt"],
     "segment": ["repro.models.vittt"],
 }
-DATA_FILES = {"report": {"repro/report/paper.yaml"}}
+DATA_FILES = {"report": {"repro/report/paper.yaml", "repro/report/template.html"}}
 
 
 def definition(stage: str) -> dict:
@@ -60,3 +61,24 @@ def test_no_stage_depends_on_raw_data_or_on_runtime():
 
 def test_editing_the_report_restarts_no_training():
     assert not [dep for dep in definition("pretrain")["deps"] if dep.startswith(("repro/report", "repro/measure", "repro/cli"))]
+
+
+def test_editing_the_report_runs_the_report_alone():
+    """But for the curves of Fig. 1 and 6, which the sweep draws itself."""
+    drawing = {"repro/report/__init__.py", "repro/report/figures.py"}
+    others = {dep for stage in STAGES if stage != "report" for dep in definition(stage)["deps"] if dep.startswith("repro/report/")}
+    assert others <= drawing
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if "plots" in definition(stage)])
+def test_plots_show_columns_that_hold_numbers(stage):
+    """`dvc plots show` draws what these columns hold."""
+    cells = load_yaml(ROOT / "params.yaml")[stage] if "foreach" in STAGES[stage] else [""]
+    for plot, shown in (item for plots in definition(stage)["plots"] for item in plots.items()):
+        for cell in cells:
+            if not (file := ROOT / plot.replace("${key}", cell)).exists():
+                continue  # not run yet
+            rows = list(csv.DictReader(file.read_text().splitlines()))
+            for axis in ("x", "y"):
+                values = [row[shown[axis]] for row in rows]
+                assert all(re.fullmatch(r"[\d.e+-]*|\d+x\d+", value) for value in values) and any(values), (plot, shown[axis])

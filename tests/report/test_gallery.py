@@ -1,0 +1,108 @@
+"""Figures in the paper's order, pictures with their origin, and what is not there said with its command."""
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from repro.report.gallery import FIGURES
+from repro.report.sources import missing_cells
+from repro.report.tables import tables_md
+
+# the paper's captions, in its order; Fig. 2, 4 and 5 are diagrams
+PAPER = ["1", "2", "3", "4", "5", "6", "7a", "7b", "8", "9", "10", "11"]
+
+
+def page(checkout) -> str:
+    return tables_md(checkout.ledger, checkout.judge(), checkout.results(), "mini")
+
+
+def figures(checkout) -> dict[str, str]:
+    section = page(checkout).split("\n## Figures\n")[1].split("\n## ")[0]
+    _, *parts = re.split(r"(?m)^### Fig\. (\w+)\n", section)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def draw(checkout, name: str) -> None:
+    file = checkout.paths.results / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 4)).save(file)
+
+
+def test_every_figure_of_the_paper_stands_in_its_order(checkout):
+    found = figures(checkout)
+    assert list(found) == PAPER == [figure.place.removeprefix("Fig. ") for figure in FIGURES]
+    for number, text in found.items():
+        assert ("diagram of the method" in text) == (number in ("2", "4", "5"))
+        assert ("Not drawn yet: `repro " in text) == (number not in ("2", "4", "5"))
+
+
+def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(checkout):
+    checkout.record("visualize", {"images": 8}, device=checkout.CPU)
+    checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
+    checkout.record("ablate/b4_digits", {"data": "digits"}, device=checkout.H200)
+    drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png", "7a": "figures/fig7a_digits.png"}
+    for name in drawn.values():
+        draw(checkout, name)
+    found = figures(checkout)
+    origin = {"8": f"{checkout.CPU}; the `mini` profile", "6": f"{checkout.H200}; run by hand", "7a": f"{checkout.H200}; the `mini` profile"}
+    for number, name in drawn.items():
+        assert f"]({name})\n\n`{name}`: {origin[number]}" in found[number]
+        assert "Not drawn yet" not in found[number]
+
+
+def test_the_pictures_of_figure_3_stand_for_9_and_10(checkout):
+    draw(checkout, "visualize/fig3_gradient_magnitude.png")
+    found = figures(checkout)
+    assert found["3"].count("![") == 1
+    assert all("The pictures of Fig. 3 show it too." in found[number] and "![" not in found[number] for number in ("9", "10"))
+    assert "no record beside it" in found["3"]
+
+
+def test_examples_stand_in_a_row_for_each_run(checkout):
+    for run in ("detect/a", "measured/gpu/segment/b"):
+        for name in ("1", "a b"):
+            draw(checkout, f"{run}/examples/{name}.png")
+    text = page(checkout).split("\n## Example pictures\n")[1].split("\n## ")[0]
+    rows = [line for line in text.splitlines() if "![" in line]
+    assert [row.count("![") for row in rows] == [2, 2]
+    assert "](detect/a/examples/a%20b.png)" in rows[0] and "](measured/gpu/segment/b/examples/1.png)" in rows[1]
+
+
+def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
+    checkout.write("params.yaml", "report: {}\ntrain: {a: {x: 1}, b: {x: 2}}\ncount: {}\n")
+    checkout.write(
+        "dvc.yaml",
+        "stages:\n"
+        "  train:\n    foreach: ${train}\n    do:\n      cmd: repro train --cell ${key}\n"
+        "      metrics:\n      - results/train/${key}/metrics.json: {cache: false}\n"
+        "  count:\n    cmd: repro count\n    metrics:\n    - results/count/metrics.json: {cache: false}\n"
+        "  report: {cmd: repro report}\n",
+    )
+    assert [command for _, command in missing_cells(checkout.paths)] == ["repro train --cell a", "repro train --cell b", "repro count"]
+    checkout.record("train/a", {})
+    checkout.record("count", {})
+    assert missing_cells(checkout.paths) == [("results/train/b/metrics.json", "repro train --cell b")]
+    text = page(checkout).split("\n## Missing cells\n")[1].split("\n## ")[0]
+    assert "| `results/train/b/metrics.json` | `repro train --cell b` |" in text and "1 records" not in text
+    checkout.record("train/b", {})
+    assert "Missing cells" not in page(checkout)
+
+
+@pytest.mark.parametrize("place", ["Table 1, #P.", "Table 2 (left), AP^b", "Table 3, FPS", "Section 5.3", "Fig. 11", "Eq. 13", "Theorem C.1"])
+def test_every_place_of_the_paper_has_what_checks_it(checkout, place):
+    checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
+    text = page(checkout).split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith(f"| {place}")]
+    assert rows and all(row[3].startswith(("`repro ", "`pytest ", "none")) for row in rows)
+    tests = {path for row in rows for path in re.findall(r"`pytest ([\w/]+)", row[3])}
+    assert all((Path(__file__).parents[2] / path).is_dir() for path in tests)
+    if place == "Table 1, #P.":
+        assert rows[0][3].startswith("`repro complexity`") and rows[0][4] == "`results/complexity/metrics.json`"
+
+
+def test_every_entry_of_the_ledger_is_in_the_index(checkout):
+    text = page(checkout).split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
+    counted = sum(int(number) for number in re.findall(r"(\d+) (?:matched|differs|not measured|paper inconsistent)", text))
+    assert counted == len(checkout.ledger.entries)
