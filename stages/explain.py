@@ -58,9 +58,7 @@ def run(images: list[Path], weights: Path | None, model: str | None, map: Map, o
     Raises:
         UserError: weights or a picture that cannot be read, or a map that the model does not have; nothing is written then.
     """
-    import torch
-
-    from repro.explain import draw, erf, inner
+    from repro.explain import draw, inner
 
     if output.suffix.lower() != ".png":
         raise UserError(f"{output}: the figure is a PNG; name it so")
@@ -78,7 +76,7 @@ def run(images: list[Path], weights: Path | None, model: str | None, map: Map, o
             if map == "gmm":
                 states = {"before": open_subject(others[0], None, device)} if 0 in others else {}
                 maps = {state: inner.gradient_maps(each.model, inputs) for state, each in {**states, "after": subject}.items()}
-                tops = {state: inner.top_tokens(found.mean(1)).cpu().numpy() for state, found in maps.items()}
+                tops = {state: {name: top.cpu().numpy() for name, top in inner.marked(subject.model, found).items()} for state, found in maps.items()}
                 draw.gradient_figure(output, shown, {state: found.cpu().numpy() for state, found in maps.items()}, tops, caption)
             else:
                 states = {f"epoch {epoch}": open_subject(file, None, device) for epoch, file in others.items()} or {"trained": subject}

@@ -95,17 +95,17 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     caption = f"{params.cell}, validation images of {params.data}; {device_label(device)}"
 
     maps = {state: inner.gradient_maps(each.model, inputs).cpu() for state, each in (("before", states[0]), ("after", subject))}
-    tops = {state: inner.top_tokens(found.mean(1)) for state, found in maps.items()}
-    ink = _ink(pixels, maps["after"].shape[-2:]) if manifest.kind == "digits" else None
+    tops = {state: inner.marked(subject.model, found) for state, found in maps.items()}
     shown = torch.linspace(0, len(inputs) - 1, min(params.shown, len(inputs))).long()  # images come by class
     draw.gradient_figure(
         folder / "fig3_gradient_magnitude.png", list(pixels[shown].permute(0, 2, 3, 1).numpy()),
-        {state: found[shown].numpy() for state, found in maps.items()}, {state: top[shown].numpy() for state, top in tops.items()}, caption,
+        {state: found[shown].numpy() for state, found in maps.items()},
+        {state: {name: top[shown].numpy() for name, top in found.items()} for state, found in tops.items()}, caption,
     )  # fmt: skip
     metrics: dict[str, Any] = {"cell": params.cell, "data": manifest.kind, "images": len(inputs)}
-    metrics["gradient_magnitude"] = {state: _gradient_numbers(maps[state], tops[state], ink) for state in maps}
-    if ink is not None:
-        metrics["ink_percent"] = 100 * float(ink.float().mean())
+    grid = tuple(maps["after"].shape[-2:])
+    first, ink = inner.first_chunks(subject.model, grid), _ink(pixels, grid) if manifest.kind == "digits" else None
+    metrics["gradient_magnitude"] = {state: _gradient_numbers(maps[state], tops[state], first, ink) for state in maps}
 
     losses = {f"epoch {epoch}": inner.reconstruction_losses(each.model, inputs).cpu() for epoch, each in states.items()}
     draw.reconstruction_figure(
@@ -124,8 +124,9 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
         device=device_label(device), dtype="fp32", backend=kernel_backend(subject.model, torch.float32),
     )  # fmt: skip
     write_record(folder, metrics, identity, time.monotonic() - started)
-    on_ink = {state: numbers["top30_on_ink_percent"] for state, numbers in metrics["gradient_magnitude"].items()} if ink is not None else {}
-    print("".join(f"top 30 % of the gradients on ink {state} training: {share:.1f} %\n" for state, share in on_ink.items()), end="")
+    for state, numbers in metrics["gradient_magnitude"].items():
+        inside = f"{numbers['top30_in_first_chunks_percent']:.0f} % of the top 30 % in first chunks"
+        print(f"gradients {state} training: {inside}" + (f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""))
     for label, field in metrics["receptive_fields"].items():
         print(f"{label}: " + (field.get("reason") or f"half within {field['radius_50_px']:.1f} px, anisotropy {field['anisotropy']:.3f}"))
     for name, numbers in metrics["probes"].items():
@@ -154,14 +155,31 @@ def _ink(pixels: Any, grid: tuple[int, int]) -> Any:
     return F.adaptive_avg_pool2d(pixels.float().mean(1, keepdim=True) / 255, grid)[:, 0] >= INK
 
 
-def _gradient_numbers(maps: Any, top: Any, ink: Any) -> dict[str, Any]:
-    """Of maps (N,L,h,w), in percent: what the marked tokens have of all gradients (30 when these are even), and how many are ink."""
+def _gradient_numbers(maps: Any, tops: Any, first: Any, ink: Any) -> dict[str, Any]:
+    """Of maps (N,L,h,w), in percent: what the marked tokens and the first chunks have of all gradients, and how many tokens are ink.
+
+    `top30` are marked among all tokens, `later` among those beyond the directions' first chunks; the shares of tokens that are ink
+    anyhow stand beside theirs.
+    """
     mean = maps.mean(1)
-    share = (mean * top).sum((1, 2)) / mean.sum((1, 2))
-    found: dict[str, Any] = {"top30_share_percent": 100 * float(share.mean()), "mean_by_layer": maps.mean((0, 2, 3)).tolist()}
+    total = mean.sum((1, 2))
+    found: dict[str, Any] = {
+        "mean_by_layer": maps.mean((0, 2, 3)).tolist(),
+        "top30_share_percent": _percent((mean * tops["all"]).sum((1, 2)) / total),
+        "top30_in_first_chunks_percent": _percent(first.expand_as(mean)[tops["all"]]),
+        "first_chunks_share_percent": _percent((mean * first).sum((1, 2)) / total),
+        "first_chunks_tokens_percent": _percent(first),
+    }
     if ink is None:
-        return found | {"top30_on_ink_percent": None, "top30_on_ink_percent_reason": "only digits say which pixels are the object"}
-    return found | {"top30_on_ink_percent": 100 * float(ink[top].float().mean())}
+        return found | {"ink": None, "ink_reason": "only digits say which pixels are the object"}
+    found["ink"] = {"top30_percent": _percent(ink[tops["all"]]), "all_percent": _percent(ink)}
+    if not first.all():
+        found["ink"] |= {"later_top30_percent": _percent(ink[tops["later"]]), "later_percent": _percent(ink[:, ~first])}
+    return found
+
+
+def _percent(shares: Any) -> float:
+    return 100 * float(shares.double().mean())
 
 
 def _loss_numbers(losses: Any) -> dict[str, Any]:

@@ -18,19 +18,19 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 
 def gradient_figure(
-    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, np.ndarray], tops: Mapping[str, np.ndarray], caption: str
+    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, np.ndarray], tops: Mapping[str, Mapping[str, np.ndarray]], caption: str
 ) -> None:
-    """Fig. 3, 9 and 10: for each picture a row per state of the weights: the layers' maps, their mean, and the marked tokens.
+    """Fig. 3, 9 and 10: for each picture a row per state of the weights: the layers' maps, their mean, and the tokens that stand out.
 
     Args:
         path: the PNG.
         pictures: (H,W,3) uint8, as the model saw them.
         maps: state of the weights -> (N,L,h,w) gradient magnitudes; the caller's order.
-        tops: the same states -> (N,h,w) bool, the tokens to mark.
+        tops: the same states -> `all` and `later` -> (N,h,w) bool, see `repro.explain.inner.marked`.
         caption: below the panels.
     """
     layers = next(iter(maps.values())).shape[1]
-    rows, columns = len(pictures) * len(maps), layers + 3
+    rows, columns = len(pictures) * len(maps), layers + 4
     side = (WIDTH - 0.9) / columns
     figure, axes = _figure(rows, columns, rows * side + 1.0)
     relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
@@ -42,11 +42,11 @@ def gradient_figure(
         axes[row, 0].set_ylabel(state, fontsize=8)
         for column, values in enumerate(relative[state][n]):
             shown = axes[row, 1 + column].imshow(values, cmap="viridis", vmin=0, vmax=top)
-        marked = tops[state][n]
-        cell = [side // count for side, count in zip(picture.shape[:2], marked.shape, strict=True)]
-        mask = np.kron(marked, np.ones(cell))[..., None]
-        axes[row, -1].imshow(np.where(mask > 0, 0.45 * picture + 0.55 * MARK, picture))
-    for panel, title in zip(axes[0], ["picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %"], strict=True):
+        for panel, name in zip(axes[row, -2:], ("all", "later"), strict=True):
+            chosen = tops[state][name][n]
+            cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]
+            panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
+    for panel, title in zip(axes[0], ["picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"], strict=True):
         panel.set_title(title, fontsize=8)
     _bare(axes)
     bar = figure.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, extend="max")
@@ -64,20 +64,21 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
         shapes: label -> numbers of the fields that there are.
         caption: below the panels.
     """
-    columns = min(3, len(fields))
+    columns = min(4, max(2, len(fields)))
     rows = -(-len(fields) // columns)
-    figure, axes = _figure(rows, columns, 0.9 + rows * 2.9 * (3 / columns if columns > 1 else 2))
+    figure, axes = _figure(rows, columns, 0.6 + rows * (WIDTH / columns + 0.4))
     shown = None
     for panel, (label, field) in zip(axes.flat, fields.items(), strict=False):
         panel.set_title(label, fontsize=10)
         panel.set_box_aspect(1)
         if isinstance(field, str):
-            panel.text(0.5, 0.5, textwrap.fill(field, 28), ha="center", va="center", fontsize=8, transform=panel.transAxes)
+            panel.text(0.5, 0.5, textwrap.fill(field, 24), ha="center", va="center", fontsize=8, transform=panel.transAxes)
             continue
         values = np.log10(np.maximum(field / field.max(), 10.0**-DECADES))
         shown = panel.imshow(values, cmap="viridis", vmin=-DECADES, vmax=0)
         shape = shapes[label]
-        panel.set_xlabel(f"half within {shape.radius_50_px:.0f} px, 90 % within {shape.radius_90_px:.0f} px\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
+        lines = f"{field.shape[0]} × {field.shape[1]} px", f"50 / 90 % within {shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px", f"anisotropy {shape.anisotropy:.2f}"
+        panel.set_xlabel("\n".join(lines), fontsize=8)
     for panel in list(axes.flat)[len(fields) :]:
         panel.remove()
     _bare(axes)

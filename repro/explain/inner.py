@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..models.backbone import remove_tokens
+from ..models.backbone import Grid, remove_tokens
 from .operator import by_layer
 
 TOP_SHARE = 0.3  # of the tokens that the paper marks
@@ -30,11 +30,32 @@ def gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
     return patches.reshape(*found.shape[:2], *grid)
 
 
-def top_tokens(maps: Tensor, share: float = TOP_SHARE) -> Tensor:
-    """The `share` of the tokens with the largest values, at least one: maps (..., h, w) -> bool of that shape."""
-    flat = maps.flatten(-2)
-    chosen = flat.topk(max(1, round(share * flat.shape[-1])), dim=-1).indices
-    return torch.zeros_like(flat, dtype=torch.bool).scatter(-1, chosen, True).view_as(maps)
+def first_chunks(model: nn.Module, grid: Grid) -> Tensor:
+    """Which patch tokens (h,w) a direction meets in its first chunk, where it has not learned anything of the image yet."""
+    positions = model.prefix_positions(grid[0] * grid[1])
+    count = grid[0] * grid[1] + len(positions)
+    place = torch.arange(count)
+    first = place < (model.chunk_size or count)
+    if model.blocks[0].mixer.directions == 2:
+        first = first | first.flip(0)
+    return remove_tokens(first[None, :, None], positions).view(grid)
+
+
+def top_tokens(maps: Tensor, among: Tensor) -> Tensor:
+    """The 30 % of the tokens `among` (h,w) with the largest values, rounded: maps (..., h, w) -> bool of that shape."""
+    values = maps.masked_fill(~among.to(maps.device), -torch.inf).flatten(-2)
+    chosen = values.topk(round(TOP_SHARE * int(among.sum())), dim=-1).indices
+    return torch.zeros_like(values, dtype=torch.bool).scatter(-1, chosen, True).view_as(maps)
+
+
+def marked(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
+    """The 30 % of the tokens with the largest mean over the layers of maps (N,L,h,w): of all, and of those beyond the first chunks.
+
+    The first chunk of a direction is learned from the start state, so that its gradients are large whatever it shows.
+    """
+    everywhere = torch.ones(maps.shape[-2:], dtype=torch.bool)
+    places = {"all": everywhere, "later": everywhere & ~first_chunks(model, tuple(maps.shape[-2:]))}
+    return {name: top_tokens(maps.mean(1), among) for name, among in places.items()}
 
 
 def reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:

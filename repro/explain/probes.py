@@ -56,7 +56,13 @@ class Probe:
         return out
 
     def inner_losses(self) -> tuple[float, float]:
-        """Mean loss of a chunk's own tokens before and after its inner steps, over all calls so far."""
+        """Mean loss of a chunk's own tokens before and after its inner steps, over all calls so far.
+
+        Raises:
+            ValueError: there was no call.
+        """
+        if not self._count:
+            raise ValueError("the model has no inner learner of Vision-TTT to change")
         return self._before / self._count, self._after / self._count
 
 
