@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,7 +66,8 @@ def run(images: list[Path], weights: Path | None, model: str | None, map: Map, o
     subject = open_subject(weights, model, device)
     shown, inputs = _read(pictures_in(images), subject.transform, device)
     count = f"{len(shown)} picture" + ("s" if len(shown) > 1 else "")
-    caption = f"{subject.name}, {weights or 'published weights'}, {count}; {device_label(device)}"
+    of = "/".join(weights.parts[-2:]) if weights else "published weights"
+    caption = f"{subject.name}, {of}, {count}; {device_label(device)}"
     if map == "erf":
         shape, field = field_of(subject, inputs)
         draw.field_figure(output, {subject.name: field}, {subject.name: shape}, caption)
@@ -187,7 +189,7 @@ def _read(files: list[Path], transform: TransformSettings, device: Any) -> tuple
     seen = []
     for file in files:
         seen.append(torch.as_tensor(eval_transform(transform)(Image.fromarray(read_pixels(file)))))
-        with Image.open(file) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(file) as image:  # large ones were read already
             frames = getattr(image, "n_frames", 1)
         if frames > 1:
             print(f"{file}: an animation of {frames} frames; the first is shown")

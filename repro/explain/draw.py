@@ -48,7 +48,7 @@ def gradient_figure(
             panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
     for panel, title in zip(axes[0], ["picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"], strict=True):
         panel.set_title(title, fontsize=8)
-    _bare(axes)
+    _bare(axes.flat)
     bar = figure.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, extend="max")
     bar.set_label("‖K‖·‖G‖ / mean over the picture's tokens", fontsize=8)
     bar.ax.tick_params(labelsize=8)
@@ -64,11 +64,14 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
         shapes: label -> numbers of the fields that there are.
         caption: below the panels.
     """
-    columns = min(4, max(2, len(fields)))
+    columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
-    figure, axes = _figure(rows, columns, 0.6 + rows * (WIDTH / columns + 0.4))
+    figure, axes = _figure(rows, columns, 0.6 + rows * (min(4.0, WIDTH / columns) + 0.4))
+    for panel in axes.flat[len(fields) :]:
+        panel.remove()
+    axes = axes.flat[: len(fields)]
     shown = None
-    for panel, (label, field) in zip(axes.flat, fields.items(), strict=False):
+    for panel, (label, field) in zip(axes, fields.items(), strict=True):
         panel.set_title(label, fontsize=10)
         panel.set_box_aspect(1)
         if isinstance(field, str):
@@ -79,11 +82,9 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
         shape = shapes[label]
         lines = f"{field.shape[0]} × {field.shape[1]} px", f"50 / 90 % within {shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px", f"anisotropy {shape.anisotropy:.2f}"
         panel.set_xlabel("\n".join(lines), fontsize=8)
-    for panel in list(axes.flat)[len(fields) :]:
-        panel.remove()
     _bare(axes)
     if shown is not None:
-        bar = figure.colorbar(shown, ax=axes, fraction=0.03, pad=0.02, extend="min")
+        bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min")
         bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
         bar.set_label("contribution / largest", fontsize=9)
     _save(figure, path, caption)
@@ -141,7 +142,7 @@ def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any
 
 
 def _bare(axes: Any) -> None:
-    for panel in axes.flat:
+    for panel in axes:
         panel.set(xticks=[], yticks=[])
 
 

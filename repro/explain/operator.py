@@ -94,6 +94,6 @@ def by_layer(model: nn.Module, images: Tensor, reduce: Callable[[Operands, Inner
         with Answer(note):
             model(part)
         if not layers:
-            raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT; its receptive field can be shown")
+            raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")
         batches.append(torch.stack(layers, 1))
     return torch.cat(batches)
