@@ -1,7 +1,5 @@
 """`repro explain`: what a trained model's inner learner does with a person's own pictures, and what it is good for."""
 
-import dataclasses
-import re
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,25 +13,16 @@ from repro.core.runtime import choose_device, device_label, load_runtime
 from repro.data.settings import TransformSettings
 
 from .predict import pictures_in
+from .subject import field_of, open_subject, probe, snapshots_of
 
 Map = Literal["gmm", "erf", "reconstruction"]
-BATCH = 64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model in eval mode, its registered name, the transform of its images, and its classes where its weights name them."""
-
-    model: Any
-    name: str
-    transform: TransformSettings
-    classes: tuple[str, ...] | None
 
 
 def command(
     images: Annotated[list[Path] | None, typer.Argument(help="Pictures of any size; a folder stands for those in it.")] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="A .safetensors file of this project, or with --model an official one; by default the first cell of `pretrain`.")
+        Path | None,
+        typer.Option(help="A file of this project, or with --model an official one; by default of the first cell of `pretrain`."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A registered name; without --weights timm's published weights.")] = None,
     map: Annotated[Map, typer.Option(help="Gradient Magnitude Map, effective receptive field, or reconstruction loss by token.")] = "gmm",
@@ -71,23 +60,25 @@ def run(images: list[Path], weights: Path | None, model: str | None, map: Map, o
     if map == "erf":
         shape, field = field_of(subject, inputs)
         draw.field_figure(output, {subject.name: field}, {subject.name: shape}, caption)
-        print(f"half of the contributions within {shape.radius_50_px:.1f} px, 90 % within {shape.radius_90_px:.1f} px, anisotropy {shape.anisotropy:.3f}")
+        half, most = f"{shape.radius_50_px:.1f} px", f"{shape.radius_90_px:.1f} px"
+        print(f"half of the contributions within {half}, 90 % within {most}, anisotropy {shape.anisotropy:.3f}")
     else:
         others = snapshots_of(weights) if weights else {}
         try:
             if map == "gmm":
                 states = {"before": open_subject(others[0], None, device)} if 0 in others else {}
-                maps = {state: inner.gradient_maps(each.model, inputs) for state, each in {**states, "after": subject}.items()}
-                tops = {state: {name: top.cpu().numpy() for name, top in inner.marked(subject.model, found).items()} for state, found in maps.items()}
-                draw.gradient_figure(output, shown, {state: found.cpu().numpy() for state, found in maps.items()}, tops, caption)
+                maps = {state: inner.gradient_maps(each.model, inputs).cpu() for state, each in {**states, "after": subject}.items()}
+                tops = {state: inner.marked(subject.model, found) for state, found in maps.items()}
+                draw.gradient_figure(output, shown, maps, tops, caption)
             else:
                 states = {f"epoch {epoch}": open_subject(file, None, device) for epoch, file in others.items()} or {"trained": subject}
-                losses = {state: inner.reconstruction_losses(each.model, inputs).cpu().numpy() for state, each in states.items()}
+                losses = {state: inner.reconstruction_losses(each.model, inputs).cpu() for state, each in states.items()}
                 draw.reconstruction_figure(output, losses, caption)
         except ValueError as error:
             raise UserError(f"{weights or subject.name}: {error}; use --map erf") from None
     size = subject.transform.image_size
-    print(f"{output}: {count}, resized to a short side of {round(size / subject.transform.crop_pct)} px, of which the centre {size}x{size} was seen")
+    resized = f"resized to a short side of {round(size / subject.transform.crop_pct)} px"
+    print(f"{output}: {count}, {resized}, of which the centre {size}x{size} was seen")
 
 
 def run_probe(paths: Paths, name: str, data: str, weights: Path | None, model: str | None) -> None:
@@ -106,76 +97,13 @@ def run_probe(paths: Paths, name: str, data: str, weights: Path | None, model: s
         raise UserError(f"{weights}: was trained on other classes ({len(subject.classes)}) than {data} has ({len(tree.classes)})")
     found, said = probe(subject, tree, name, runtime.workers)
     before, _ = probe(subject, tree, "steps=1", runtime.workers)
-    change = found["top1_percent"] - before["top1_percent"]
-    print(f"{subject.name} on {data}, {found['images']} images: top-1 {before['top1_percent']:.2f} %, with {name} {found['top1_percent']:.2f} % ({change:+.2f})")
+    scores = [numbers["top1_percent"] for numbers in (before, found)]
+    change = f"top-1 {scores[0]:.2f} %, with {name} {scores[1]:.2f} % ({scores[1] - scores[0]:+.2f})"
+    print(f"{subject.name} on {data}, {found['images']} images: {change}")
     for which, numbers in (("as it is", before), (f"with {name}", found)):
-        print(f"inner loss of a chunk before and after its steps, {which}: {numbers['inner_loss_before']:.3f}, {numbers['inner_loss_after']:.3f}")
+        losses = f"{numbers['inner_loss_before']:.3f}, {numbers['inner_loss_after']:.3f}"
+        print(f"inner loss of a chunk before and after its steps, {which}: {losses}")
     print(f"Liu et al. found: {said}")
-
-
-def probe(subject: Subject, tree: Any, name: str, workers: int) -> tuple[dict[str, float], str]:
-    """Accuracy and inner losses over a tree's validation split with a changed inner loop, and what the literature found.
-
-    Raises:
-        UserError: an unknown probe, or a model without inner learner.
-    """
-    from repro.data.imagenet import ImageFolder, ToInput, eval_transform
-    from repro.data.loader import EvalLoader
-    from repro.explain.operator import Answer
-    from repro.explain.probes import Probe
-    from repro.tasks.classification import accuracy
-
-    device = next(subject.model.parameters()).device
-    loader = EvalLoader(ImageFolder(tree, "val", eval_transform(subject.transform)), batch_size=BATCH, workers=workers, device=device)
-    try:
-        changed = Probe(name)
-        with Answer(changed):
-            numbers = accuracy(subject.model, loader, ToInput(subject.transform, device))
-        before, after = changed.inner_losses()
-    except ValueError as error:
-        raise UserError(f"explain: {error}") from None
-    finally:
-        loader.close()
-    return {"top1_percent": numbers["top1_percent"], "images": numbers["images"], "inner_loss_before": before, "inner_loss_after": after}, changed.literature
-
-
-def open_subject(weights: Path | None, model: str | None, device: Any) -> Subject:
-    """A model in eval mode: of this project's file; with a name, of an official file, or without a file of timm's published weights.
-
-    Raises:
-        UserError: a file that cannot be read or does not fit. RunError: published weights that cannot be fetched.
-    """
-    from repro.models.weights import build_from_weights
-    from repro.tasks.published import OfficialFile, build_published, find_published, is_timms
-
-    classes = None
-    if model is None:
-        network, metadata = build_from_weights(weights)
-        name, preprocessing, classes = metadata["model"], metadata["preprocessing"], tuple(metadata["classes"])
-    elif weights is not None and not is_timms(model):
-        official = OfficialFile(weights, model)
-        name, preprocessing = model, official.preprocessing
-        network = official.build(preprocessing["input_size"][-1])
-    else:
-        published = find_published(model)
-        name, preprocessing = published.full_name, published.preprocessing
-        network = build_published(published, preprocessing["input_size"][-1], weights)
-    transform = TransformSettings.from_preprocessing(preprocessing)
-    return Subject(model=network.to(device).eval().requires_grad_(False), name=name, transform=transform, classes=classes)
-
-
-def field_of(subject: Subject, inputs: Any) -> tuple[Any, Any]:
-    """The receptive field of a model's central unit: its `Shape`, and the contributions (H,W)."""
-    from repro.explain import erf
-
-    field = erf.receptive_field(erf.last_features(subject.model), inputs)
-    return erf.describe(field, erf.centre_of(subject.model, tuple(inputs.shape[-2:]))), field.cpu().numpy()
-
-
-def snapshots_of(weights: Path) -> dict[int, Path]:
-    """The snapshots beside a weights file, by epoch."""
-    found = {re.fullmatch(r"epoch_(\d+)", file.stem): file for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")}
-    return dict(sorted((int(match[1]), file) for match, file in found.items() if match))
 
 
 def _read(files: list[Path], transform: TransformSettings, device: Any) -> tuple[list[Any], Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
 from repro.core.config import bounded, load_section
@@ -12,7 +11,7 @@ from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
 
 from .evaluate import some
-from .explain import field_of, open_subject, probe, snapshots_of
+from .subject import field_of, open_subject, probe, snapshots_of
 
 RADII = 16  # pixels between the distances whose shares are recorded
 INK = 0.5  # of full brightness: a patch of a digit is ink from this mean on
@@ -99,8 +98,8 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     shown = torch.linspace(0, len(inputs) - 1, min(params.shown, len(inputs))).long()  # images come by class
     draw.gradient_figure(
         folder / "fig3_gradient_magnitude.png", list(pixels[shown].permute(0, 2, 3, 1).numpy()),
-        {state: found[shown].numpy() for state, found in maps.items()},
-        {state: {name: top[shown].numpy() for name, top in found.items()} for state, found in tops.items()}, caption,
+        {state: found[shown] for state, found in maps.items()},
+        {state: {name: top[shown] for name, top in found.items()} for state, found in tops.items()}, caption,
     )  # fmt: skip
     metrics: dict[str, Any] = {"cell": params.cell, "data": manifest.kind, "images": len(inputs)}
     grid = tuple(maps["after"].shape[-2:])
@@ -109,8 +108,7 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
 
     losses = {f"epoch {epoch}": inner.reconstruction_losses(each.model, inputs).cpu() for epoch, each in states.items()}
     draw.reconstruction_figure(
-        folder / "fig11_reconstruction.png", {state: found.numpy() for state, found in losses.items()},
-        f"{caption}; forth direction, mean over {len(inputs)} images",
+        folder / "fig11_reconstruction.png", losses, f"{caption}; forth direction, mean over {len(inputs)} images",
     )  # fmt: skip
     metrics["reconstruction_loss"] = {state.replace(" ", "_"): _loss_numbers(found) for state, found in losses.items()}
 
@@ -128,9 +126,9 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
         inside = f"{numbers['top30_in_first_chunks_percent']:.0f} % of the top 30 % in first chunks"
         print(f"gradients {state} training: {inside}" + (f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""))
     for label, field in metrics["receptive_fields"].items():
-        print(f"{label}: " + (field.get("reason") or f"half within {field['radius_50_px']:.1f} px, anisotropy {field['anisotropy']:.3f}"))
+        print(f"{label}: {field['reason']}" if "reason" in field else f"{label}: anisotropy {field['anisotropy']:.3f}")
     for name, numbers in metrics["probes"].items():
-        print(f"{name}: top-1 {numbers['top1_percent']:.2f} %, inner loss {numbers['inner_loss_before']:.2f} -> {numbers['inner_loss_after']:.2f}")
+        print(f"{name}: top-1 {numbers['top1_percent']:.2f} %, inner loss after its steps {numbers['inner_loss_after']:.2f}")
 
 
 def _part(tree: Any, count: int, seed: int) -> Any:
@@ -209,12 +207,15 @@ def _fields(params: VisualizeParams, paths: Paths, tree: Any, device: Any, folde
         shapes[label], fields[label] = field_of(subject, _images(chosen, subject.transform, device)[1])
         modules.append(family_module(subject.name.partition(".")[0]))
         numbers[label] = {"model": subject.name, "image_size": subject.transform.image_size, **dataclasses.asdict(shapes[label])}
-        numbers[label]["share_within"] = {f"{radius}_px": share for radius, share in enumerate(shapes[label].share_within) if radius % RADII == 0}
+        profile = list(enumerate(shapes[label].share_within))[::RADII]
+        numbers[label]["share_within"] = {f"{radius}_px": share for radius, share in profile}
         if shapes[label].share_ahead is None:
             numbers[label]["share_ahead_reason"] = "nothing outside the central patch contributes"
-    about = f"contributions of pixels to the central unit, mean over {params.field_images} validation images of {params.data}; {device_label(device)}"
+    images = f"mean over {params.field_images} validation images of {params.data}"
+    about = f"contributions of pixels to the central unit, {images}; {device_label(device)}"
     draw.field_figure(folder / "fig8_receptive_field.png", fields, shapes, about)
     even = torch.ones(next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64)
     middle = tuple((side - 1) / 2 for side in even.shape)
-    draw.radial_figure(folder / "fig8_radial_profile.png", shapes, erf.describe(even, middle), about)
+    label = f"even over {even.shape[0]} × {even.shape[1]} px"
+    draw.radial_figure(folder / "fig8_radial_profile.png", shapes, (label, erf.describe(even, middle)), about)
     return numbers, modules

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..core.record import atomic
 from .erf import Shape
@@ -18,7 +19,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 
 def gradient_figure(
-    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, np.ndarray], tops: Mapping[str, Mapping[str, np.ndarray]], caption: str
+    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]], caption: str
 ) -> None:
     """Fig. 3, 9 and 10: for each picture a row per state of the weights: the layers' maps, their mean, and the tokens that stand out.
 
@@ -29,6 +30,7 @@ def gradient_figure(
         tops: the same states -> `all` and `later` -> (N,h,w) bool, see `repro.explain.inner.marked`.
         caption: below the panels.
     """
+    maps = {state: np.asarray(found) for state, found in maps.items()}
     layers = next(iter(maps.values())).shape[1]
     rows, columns = len(pictures) * len(maps), layers + 4
     side = (WIDTH - 0.9) / columns
@@ -43,7 +45,7 @@ def gradient_figure(
         for column, values in enumerate(relative[state][n]):
             shown = axes[row, 1 + column].imshow(values, cmap="viridis", vmin=0, vmax=top)
         for panel, name in zip(axes[row, -2:], ("all", "later"), strict=True):
-            chosen = tops[state][name][n]
+            chosen = np.asarray(tops[state][name][n])
             cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]
             panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
     for panel, title in zip(axes[0], ["picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"], strict=True):
@@ -80,8 +82,8 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
         values = np.log10(np.maximum(field / field.max(), 10.0**-DECADES))
         shown = panel.imshow(values, cmap="viridis", vmin=-DECADES, vmax=0)
         shape = shapes[label]
-        lines = f"{field.shape[0]} × {field.shape[1]} px", f"50 / 90 % within {shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px", f"anisotropy {shape.anisotropy:.2f}"
-        panel.set_xlabel("\n".join(lines), fontsize=8)
+        size, radii = f"{field.shape[0]} × {field.shape[1]} px", f"{shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px"
+        panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
     _bare(axes)
     if shown is not None:
         bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min")
@@ -90,11 +92,11 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
     _save(figure, path, caption)
 
 
-def radial_figure(path: Path, shapes: Mapping[str, Shape], even: Shape, caption: str) -> None:
-    """How much of each receptive field lies within a distance of its centre, beside one that is even over the picture."""
+def radial_figure(path: Path, shapes: Mapping[str, Shape], even: tuple[str, Shape], caption: str) -> None:
+    """How much of each receptive field lies within a distance of its centre, beside an even one and its label."""
     figure, axes = _figure(1, 1, 4.6)
     panel = axes[0, 0]
-    panel.plot(even.share_within, color="grey", linestyle=":", label="even over the picture")
+    panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
     for colour, (label, shape) in zip(COLOURS, shapes.items(), strict=False):
         panel.plot(shape.share_within, color=colour, label=label)
     panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it", ylim=(0, 1.02), xlim=(0, None))
@@ -103,7 +105,7 @@ def radial_figure(path: Path, shapes: Mapping[str, Shape], even: Shape, caption:
     _save(figure, path, caption)
 
 
-def reconstruction_figure(path: Path, losses: Mapping[str, np.ndarray], caption: str) -> None:
+def reconstruction_figure(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
     """Fig. 11: a panel per layer, a line per state of the weights.
 
     Args:
