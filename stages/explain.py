@@ -25,8 +25,8 @@ def command(
         typer.Option(help="A file of this project, or with --model an official one; by default of the first cell of `pretrain`."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A registered name; without --weights timm's published weights.")] = None,
-    map: Annotated[Map, typer.Option(help="Gradient Magnitude Map, effective receptive field, or reconstruction loss by token.")] = "gmm",
-    probe: Annotated[str | None, typer.Option(help="Instead: accuracy with a changed inner loop, of steps=K, ascent, q_is_k.")] = None,
+    map: Annotated[Map, typer.Option(help="Gradient Magnitude Map, effective receptive field, or loss of each token.")] = "gmm",
+    probe: Annotated[str | None, typer.Option(help="Instead: accuracy with an inner loop changed by steps=K, ascent or q_is_k.")] = None,
     data: Annotated[str, typer.Option(help="With --probe: a cell of `prepare_data`.")] = "digits",
     output: Annotated[Path, typer.Option("--output", "-o", help="The figure.")] = Path("explained.png"),
 ) -> None:
@@ -67,11 +67,13 @@ def run(images: list[Path], weights: Path | None, model: str | None, map: Map, o
         try:
             if map == "gmm":
                 states = {"before": open_subject(others[0], None, device)} if 0 in others else {}
-                maps = {state: inner.gradient_maps(each.model, inputs).cpu() for state, each in {**states, "after": subject}.items()}
+                states["after"] = subject
+                maps = {state: inner.gradient_maps(each.model, inputs).cpu() for state, each in states.items()}
                 tops = {state: inner.marked(subject.model, found) for state, found in maps.items()}
                 draw.gradient_figure(output, shown, maps, tops, caption)
             else:
-                states = {f"epoch {epoch}": open_subject(file, None, device) for epoch, file in others.items()} or {"trained": subject}
+                states = {f"epoch {epoch}": open_subject(file, None, device) for epoch, file in others.items()}
+                states = states or {"trained": subject}
                 losses = {state: inner.reconstruction_losses(each.model, inputs).cpu() for state, each in states.items()}
                 draw.reconstruction_figure(output, losses, caption)
         except ValueError as error:

@@ -22,7 +22,7 @@ class Subject:
 
 
 def open_subject(weights: Path | None, model: str | None, device: Any) -> Subject:
-    """A model in eval mode: of this project's file; with a name, of an official file, or without a file of timm's published weights.
+    """A model in eval mode: of this project's file; with a name, of an official file, or without one of timm's published weights.
 
     Raises:
         UserError: a file that cannot be read or does not fit. RunError: published weights that cannot be fetched.
@@ -73,7 +73,8 @@ def probe(subject: Subject, tree: Any, name: str, workers: int) -> tuple[dict[st
     from repro.tasks.classification import accuracy
 
     device = next(subject.model.parameters()).device
-    loader = EvalLoader(ImageFolder(tree, "val", eval_transform(subject.transform)), batch_size=BATCH, workers=workers, device=device)
+    dataset = ImageFolder(tree, "val", eval_transform(subject.transform))
+    loader = EvalLoader(dataset, batch_size=BATCH, workers=workers, device=device)
     try:
         changed = Probe(name)
         with Answer(changed):

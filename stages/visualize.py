@@ -1,7 +1,8 @@
-"""`repro visualize`: gradient magnitude maps, receptive fields and reconstruction losses (Fig. 3, 8 to 11), in pictures and in numbers."""
+"""`repro visualize`: gradient magnitude maps, receptive fields and reconstruction losses (Fig. 3, 8 to 11), and their numbers."""
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 from repro.core.config import bounded, load_section
@@ -86,7 +87,7 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     weights = paths.cell("pretrain", params.cell) / "weights.safetensors"
     snapshots = snapshots_of(weights)
     if 0 not in snapshots:
-        raise UserError(f"{weights.parent}: no snapshot of epoch 0; add 0 to pretrain.{params.cell}.snapshot_epochs, and train the cell")
+        raise UserError(f"{weights.parent}: no snapshot of epoch 0; add 0 to pretrain.{params.cell}.snapshot_epochs and train it")
     subject = open_subject(weights, None, device)
     states = {epoch: open_subject(file, None, device) for epoch, file in snapshots.items()}
     chosen, folder = _part(tree, params.images, params.seed), paths.results / "visualize"
@@ -123,8 +124,8 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     )  # fmt: skip
     write_record(folder, metrics, identity, time.monotonic() - started)
     for state, numbers in metrics["gradient_magnitude"].items():
-        inside = f"{numbers['top30_in_first_chunks_percent']:.0f} % of the top 30 % in first chunks"
-        print(f"gradients {state} training: {inside}" + (f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""))
+        on_ink = f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""
+        print(f"top 30 % of the gradients {state} training: {numbers['top30_in_first_chunks_percent']:.0f} % in first chunks{on_ink}")
     for label, field in metrics["receptive_fields"].items():
         print(f"{label}: {field['reason']}" if "reason" in field else f"{label}: anisotropy {field['anisotropy']:.3f}")
     for name, numbers in metrics["probes"].items():
@@ -154,7 +155,7 @@ def _ink(pixels: Any, grid: tuple[int, int]) -> Any:
 
 
 def _gradient_numbers(maps: Any, tops: Any, first: Any, ink: Any) -> dict[str, Any]:
-    """Of maps (N,L,h,w), in percent: what the marked tokens and the first chunks have of all gradients, and how many tokens are ink.
+    """Of maps (N,L,h,w), in percent: what marked tokens and first chunks have of all gradients, and how many tokens are ink.
 
     `top30` are marked among all tokens, `later` among those beyond the directions' first chunks; the shares of tokens that are ink
     anyhow stand beside theirs.
@@ -181,9 +182,10 @@ def _percent(shares: Any) -> float:
 
 
 def _loss_numbers(losses: Any) -> dict[str, Any]:
-    """Of losses (L,T): mean of each layer, the smallest of any token, and how uneven tokens are (deviation over mean, mean of layers)."""
-    uneven = losses.std(1, correction=0) / losses.mean(1)
-    return {"mean_by_layer": losses.mean(1).tolist(), "smallest": float(losses.min()), "variation_over_tokens": float(uneven.mean())}
+    """Of losses (L,T): mean of each layer, the smallest, and how uneven tokens are (deviation over mean, mean of layers)."""
+    mean = losses.mean(1)
+    uneven = float((losses.std(1, correction=0) / mean).mean())
+    return {"mean_by_layer": mean.tolist(), "smallest": float(losses.min()), "variation_over_tokens": uneven}
 
 
 def _fields(params: VisualizeParams, paths: Paths, tree: Any, device: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:

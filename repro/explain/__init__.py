@@ -1,1 +1,1 @@
-"""Looking inside trained models: inner gradients and losses, receptive fields, and what changes when the inner learner is changed."""
+"""Looking inside trained models: inner gradients and losses, receptive fields, and what a changed inner learner does."""

@@ -19,9 +19,10 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 
 def gradient_figure(
-    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]], caption: str
-) -> None:
-    """Fig. 3, 9 and 10: for each picture a row per state of the weights: the layers' maps, their mean, and the tokens that stand out.
+    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]],
+    caption: str,
+) -> None:  # fmt: skip
+    """Fig. 3, 9 and 10: a row for each picture and state of the weights: the layers' maps, their mean, the tokens that stand out.
 
     Args:
         path: the PNG.
@@ -48,7 +49,8 @@ def gradient_figure(
             chosen = np.asarray(tops[state][name][n])
             cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]
             panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
-    for panel, title in zip(axes[0], ["picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"], strict=True):
+    titles = "picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"
+    for panel, title in zip(axes[0], titles, strict=True):
         panel.set_title(title, fontsize=8)
     _bare(axes.flat)
     bar = figure.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, extend="max")
@@ -99,7 +101,8 @@ def radial_figure(path: Path, shapes: Mapping[str, Shape], even: tuple[str, Shap
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
     for colour, (label, shape) in zip(COLOURS, shapes.items(), strict=False):
         panel.plot(shape.share_within, color=colour, label=label)
-    panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it", ylim=(0, 1.02), xlim=(0, None))
+    panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it")
+    panel.set(xlim=(0, None), ylim=(0, 1.02))
     panel.grid(alpha=0.3)
     panel.legend(fontsize=9, loc="lower right")
     _save(figure, path, caption)

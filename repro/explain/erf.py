@@ -1,8 +1,8 @@
 """The effective receptive field of the central unit (Fig. 8), and what it is like in numbers.
 
-After Luo et al. (2016), for y as Ding et al. (2022, RepLKNet) take it: the contribution of a pixel is |∂y/∂x|, summed over its colours
-and averaged over images; y is the sum of what is positive in the last feature map, after a final norm, at its central position. The
-plain sum over channels would not do: LayerNorms take the mean over channels away, so that no model uses it.
+After Luo et al. (2016), for y as Ding et al. (2022, RepLKNet) take it: the contribution of a pixel is |∂y/∂x|, summed over its
+colours and averaged over images; y is the sum of what is positive in the last feature map, after a final norm, at its central
+position. The plain sum over channels would not do: LayerNorms take the mean over channels away, so that no model uses it.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Shape:
         radius_50_px, radius_90_px: distance in pixels within which half, and 90 %, of them lie.
         anisotropy: the share, of those inside the largest circle around the centre, that would have to move along its ring (a patch
             wide) to be spread evenly over the ring's eight sectors: 0 for a radial field, 7/8 for a ray.
-        share_ahead: contributions from patches that come after the central one in row-major order, of those from before or after: 0 for
-            a model that scans forth only, 1/2 for one that sees both sides alike, None where nothing lies outside that patch.
+        share_ahead: contributions from patches that come after the central one in row-major order, of those from before or after:
+            0 for a model that scans forth only, 1/2 for one that sees both sides alike, None where nothing lies outside that patch.
     """
 
     share_within: list[float]
@@ -35,14 +35,14 @@ class Shape:
 
 
 def last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Images (B,3,H,W) -> the last feature map (B,C,h,w) of a model in timm's conventions, after a final norm, without class tokens."""
+    """Images (B,3,H,W) -> the last feature map (B,C,h,w) of a model of timm's kind, after a final norm, without class tokens."""
     return lambda x: model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[0]
 
 
 def centre_of(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
     """Row and column, in pixels, that the central position of a model's last feature map belongs to.
 
-    Of a model with patches the middle of the patch; of a convolutional one with symmetric padding, whose position i looks at pixel i·stride.
+    Of a model with patches the middle of the patch; one of convolutions with symmetric padding looks at pixel i·stride from i.
     """
     stride = model.feature_info[-1]["reduction"]
     middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0

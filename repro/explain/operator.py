@@ -57,7 +57,7 @@ class Answer(TorchDispatchMode):
 
 
 def inner_learning(operands: Operands) -> InnerLearning:
-    """What the inner learners of a call did, by the reference: gradient (B,T,R,H,D), loss (B,T,R,H), at the chunks' start states."""
+    """What the inner learners of a call did, by the reference, at the chunks' start states: (B,T,R,H,D) and (B,T,R,H)."""
     found = []
     for r, reverse in enumerate(operands.reverse):
         q, k, v = (x[:, :, r] for x in operands[:3])

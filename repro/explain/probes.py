@@ -1,5 +1,5 @@
-"""What the inner learner is good for: a trained model with a changed inner loop, after Liu et al., "Test-Time Training with KV Binding
-Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4).
+"""What the inner learner is good for: a trained model with a changed inner loop, after Liu et al., "Test-Time Training with KV
+Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4).
 
 A probe changes nothing but the inner loop of every layer and direction; the weights stay. Liu et al. changed the number of steps
 so, too, but as they explain their results for ascent and q = k, their models were trained with these and could adapt.
@@ -19,8 +19,8 @@ KNOWN = "steps=K, ascent, q_is_k"
 # what Liu et al. found
 FOUND = {
     "steps": "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)",
-    "ascent": "top-1 on ImageNet-1K 79.61 % with gradient ascent, 79.34 % with descent (ViT3, Table 1); they trained with it, here it is not trained with",
-    "q_is_k": "top-1 on ImageNet-1K 79.18 % with q replaced by k, 79.34 % without (ViT3, Table 1); they trained with it, here it is not trained with",
+    "ascent": "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), each trained so; here nothing is trained",
+    "q_is_k": "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), each trained so; here nothing is trained",
 }
 
 
@@ -28,8 +28,8 @@ class Probe:
     """An `answer` for `repro.explain.operator.Answer` that runs a changed inner loop and notes how well it fits.
 
     Args:
-        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (in the
-            residual of f(q) = q + LN(qW + β), too). `steps=1` is the model as it is.
+        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (in
+            the residual of f(q) = q + LN(qW + β), too). `steps=1` is the model as it is.
 
     Raises:
         ValueError: another name.
@@ -69,8 +69,8 @@ class Probe:
 def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """TTT-Linear with several inner gradient steps per chunk, each at the state that the one before it reached.
 
-    All but the last move the whole chunk's state, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that its tokens also learn from those behind them; the
-    last is the dual form as it is. One step is the operator.
+    All but the last move the whole chunk's state, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that its tokens also learn from those behind
+    them; the last is the dual form as it is. One step is the operator.
 
     Returns:
         out (B,T,R,H,D) in q's dtype; and the loss of each token, (B,T,R,H), at the start and at the end state of its chunk.
@@ -82,9 +82,8 @@ def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
 def _one_direction(operands: Operands, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _, H, D = operands.q.shape
     # each image has a state of its own, so images become heads of one image
-    q, k, v, lr = (
-        x.flip(1) if operands.reverse[r] else x for x in (operands.q[:, :, r], operands.k[:, :, r], operands.v[:, :, r], operands.lr)
-    )
+    tokens = *(x[:, :, r] for x in operands[:3]), operands.lr
+    q, k, v, lr = (x.flip(1) if operands.reverse[r] else x for x in tokens)
     q, k, v, lr = (x.transpose(0, 1).reshape(1, T, B * H, *x.shape[3:]) for x in (q, k, v, lr))
     c = operands.token_scale[r]
     W, b, gamma, mu = (x[r].repeat(B, *[1] * (x.ndim - 2)) for x in operands[5:9])

@@ -13,5 +13,5 @@ default_cfgs = generate_default_cfgs({"resnet_nano.untrained": {**default_cfg(14
 @register_model
 def resnet_nano(pretrained: bool = False, **kwargs: Any) -> ResNet:
     """One basic block per stage of 8, 16, 32 and 64 channels, a deep stem, stride 32; 0.08 M parameters, images of any size."""
-    sizes = {"block": BasicBlock, "layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64), "stem_type": "deep", "stem_width": 4, **kwargs}
-    return build_model_with_cfg(ResNet, "resnet_nano", pretrained, **sizes)
+    sizes = {"layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64), "stem_type": "deep", "stem_width": 4, **kwargs}
+    return build_model_with_cfg(ResNet, "resnet_nano", pretrained, block=BasicBlock, **sizes)

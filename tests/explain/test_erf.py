@@ -71,7 +71,9 @@ def test_one_direction_sees_nothing_ahead(design, ahead):
     assert centre_of(model, (80, 80)) == (39.5, 39.5)
 
 
-@pytest.mark.parametrize(("name", "size"), [("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("vim_nano_patch16_144", 144), ("resnet_nano", 160)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("resnet_nano", 144), ("resnet_nano", 160), ("deit_nano_patch16_144", 144), ("vim_nano_patch16_144", 144)]
+)
 def test_the_centre_is_where_the_central_unit_looks(name, size):
     """The centre of gravity of an untrained model's field lies there, and not where a neighbouring unit's would."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401
-from kernels import ttt_linear_bidir
+from kernels import ttt_linear, ttt_linear_bidir
 from repro.explain.operator import Answer, Operands
 from repro.explain.probes import Probe, inner_loop
 
@@ -35,7 +35,7 @@ def test_one_step_is_the_operator(operands):
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_more_steps_are_descent_on_the_chunk(operands, steps):
-    """By autograd on Σ c[n−1] lr_t ℓ_t; after all but one step the outputs are the operator's on that chunk from the state reached."""
+    """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's on the chunk, from the state that all but one step reached."""
     o = operands
     out, before, after = inner_loop(o, steps)
     for image, r, h in ((0, 0, 0), (1, 1, 2)):
@@ -43,8 +43,8 @@ def test_more_steps_are_descent_on_the_chunk(operands, steps):
         W, b, gamma, mu = (x[r, h] for x in (o.W0, o.b0, o.ln_weight, o.ln_bias))
 
         def losses(W, b, chunk):
-            k, v = o.k[image, chunk, r, h], o.v[image, chunk, r, h]  # noqa: B023
-            return (F.layer_norm(k @ W + b, (D,), gamma, mu, o.eps) - (v - k)).square().sum(-1) / 2  # noqa: B023
+            k, v = o.k[image, chunk, r, h], o.v[image, chunk, r, h]
+            return (F.layer_norm(k @ W + b, (D,), gamma, mu, o.eps) - (v - k)).square().sum(-1) / 2
 
         for start in range(0, T, CHUNK):
             chunk = order[start : start + CHUNK]
@@ -52,10 +52,10 @@ def test_more_steps_are_descent_on_the_chunk(operands, steps):
             torch.testing.assert_close(before[image, chunk, r, h], losses(W, b, chunk))
             for step in range(steps):
                 if step == steps - 1:
-                    parts = (x[image, chunk, r, h].repeat(1, 2, 1, 1).view(1, 2, len(chunk), 1, D).transpose(1, 2) for x in (o.q, o.k, o.v))
-                    state = (x.expand(2, 1, *x.shape) for x in (W, b, gamma, mu))
-                    last = ttt_linear_bidir(*parts, o.lr[image, chunk, h].view(1, -1, 1), o.token_scale[:, : len(chunk)], *state, chunk_size=len(chunk))
-                    torch.testing.assert_close(out[image, chunk, r, h], last[0, :, 0, 0])
+                    parts = (x[image, chunk, r, h].view(1, -1, 1, D) for x in (o.q, o.k, o.v))
+                    lr, scale = o.lr[image, chunk, h].view(1, -1, 1), o.token_scale[r, : len(chunk)]
+                    last = ttt_linear(*parts, lr, scale, W[None], b[None], gamma[None], mu[None], chunk_size=len(chunk))
+                    torch.testing.assert_close(out[image, chunk, r, h], last[0, :, 0])
                 W, b = W.detach().requires_grad_(), b.detach().requires_grad_()
                 dW, db = torch.autograd.grad((rate * losses(W, b, chunk)).sum(), (W, b))
                 W, b = W - dW, b - db

@@ -33,8 +33,8 @@ def write(path: Path, name: str, seed: int, **options) -> None:
     """An untrained model for digits of 64 pixels."""
     torch.manual_seed(seed)
     options = {"num_classes": 10, "img_size": 64, **options}
-    about = {"preprocessing": TransformSettings(image_size=64, crop_pct=1.0).preprocessing(), "classes": [f"digit_{i}" for i in range(10)]}
-    save_weights(path, build_model(name, **options), name=name, options=options, **about)
+    preprocessing, classes = TransformSettings(image_size=64, crop_pct=1.0).preprocessing(), [f"digit_{i}" for i in range(10)]
+    save_weights(path, build_model(name, **options), name=name, options=options, preprocessing=preprocessing, classes=classes)
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ def test_a_picture_becomes_a_figure(weights, picture, repro_cli, map):
 def test_another_family_has_a_receptive_field_only(weights, picture, repro_cli, map, works):
     code, _, err = repro_cli("explain", str(picture), "--weights", str(DEIT), "--map", map, "-o", "out.png")
     assert Path("out.png").exists() == works
-    assert (code, err) == ((0, "") if works else (2, f"repro: {DEIT}: VisionTransformer has no inner learner of Vision-TTT; use --map erf\n"))
+    refusal = f"repro: {DEIT}: VisionTransformer has no inner learner of Vision-TTT; use --map erf\n"
+    assert (code, err) == ((0, "") if works else (2, refusal))
 
 
 def save_animation(path):
