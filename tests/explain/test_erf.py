@@ -34,6 +34,7 @@ def test_the_support_is_that_of_the_layers_and_signs_do_not_cancel():
     torch.manual_seed(0)
     stack = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 5, padding=2)).double()
     field = receptive_field(stack, torch.randn(4, 3, 21, 21, dtype=torch.float64))
+    assert (field >= 0).all()
     seen = field.nonzero()
     assert seen.min(0).values.tolist() == [7, 7] and seen.max(0).values.tolist() == [13, 13] and len(seen) == 49
 
