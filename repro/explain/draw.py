@@ -88,7 +88,7 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
         panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
     _bare(axes)
     if shown is not None:
-        bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min")
+        bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min", panchor=False)
         bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
         bar.set_label("contribution / largest", fontsize=9)
     _save(figure, path, caption)
