@@ -17,6 +17,7 @@ VERBS = {
     "baselines": "baselines",
     "detect": "detect",
     "segment": "segment",
+    "visualize": "visualize",
     "efficiency": "efficiency",
     "report": "report",
     "evaluate": "evaluate",
@@ -24,6 +25,7 @@ VERBS = {
     "doctor": "doctor",
     "plan": "plan",
     "predict": "predict",
+    "explain": "explain",
 }
 GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data", "selftest": "selftest"}
 

@@ -130,7 +130,7 @@ def run(paths: Paths, runtime: Runtime, data: str, asked: Request) -> None:
     tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
     subjects = list(_subjects(asked, tree.classes, data))
     if asked.limit is not None:
-        tree = _some(tree, asked.limit)
+        tree = some(tree, asked.limit, LIMIT_SEED)
     device = choose_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
@@ -265,12 +265,12 @@ def _check_limit(limit: int, images: int) -> None:
         raise UserError(f"evaluate: --limit {limit} is the size of ImageNet-1K's own split and would be taken for it; give another")
 
 
-def _some(tree: Any, limit: int) -> Any:
+def some(tree: Any, limit: int, seed: int) -> Any:
     """The tree with `limit` of its validation images, drawn without replacement, in their order."""
     import numpy as np
 
     files = tree.splits["val"]
-    chosen = np.sort(np.random.Generator(np.random.PCG64(LIMIT_SEED)).choice(len(files.names), limit, replace=False))
+    chosen = np.sort(np.random.Generator(np.random.PCG64(seed)).choice(len(files.names), limit, replace=False))
     part = files.take(chosen)
     return dataclasses.replace(tree, splits={**tree.splits, "val": part})
 

@@ -45,7 +45,7 @@ def run(images: list[Path], weights: Path, task: Task | None, output: Path, min_
     own_task = (metadata.get("task") or {"name": "classify"})["name"]
     if task not in (None, own_task):
         raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")
-    files = _pictures(images)
+    files = pictures_in(images)
     see = {"classify": _classifier, "detect": _detector, "segment": _segmenter}[own_task](weights, metadata, device, min_score)
     found, unread = {}, []
     for path in files:
@@ -67,7 +67,12 @@ def run(images: list[Path], weights: Path, task: Task | None, output: Path, min_
         raise UserError(f"{unread[0]}{more}")
 
 
-def _pictures(given: list[Path]) -> list[Path]:
+def pictures_in(given: list[Path]) -> list[Path]:
+    """The files that a person means, folders read out.
+
+    Raises:
+        UserError: a folder without pictures, or two pictures of one name.
+    """
     from repro.data.tree import EXTENSIONS
 
     files = []

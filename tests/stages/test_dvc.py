@@ -16,10 +16,11 @@ STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 # found by lying in repro.models: no import statement names them
 FAMILIES = {
     "pretrain": ["repro.models.vittt"],
-    "baselines": [f"repro.models.{family}" for family in ("deit", "vim", "vrwkv", "vit3")],
+    "baselines": [f"repro.models.{family}" for family in ("deit", "resnet", "vim", "vrwkv", "vit3")],
     "complexity": ["repro.models.vim", "repro.models.vrwkv"],
     "detect": ["repro.models.vittt"],
     "segment": ["repro.models.vittt"],
+    "visualize": [f"repro.models.{family}" for family in ("deit", "resnet", "vim", "vittt")],
 }
 DATA_FILES = {"report": {"repro/report/paper.yaml", "repro/report/template.html"}}
 

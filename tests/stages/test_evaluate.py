@@ -103,10 +103,10 @@ def test_a_limited_look_is_seeded_and_never_a_full_score(weights, repro_cli, mon
 
 def test_the_limit_draws_from_all_classes_and_from_the_whole_split(checkout):
     from repro.data.tree import scan_tree
-    from stages.evaluate import _some
+    from stages.evaluate import LIMIT_SEED, some
 
     tree = scan_tree(Path("data/digits"), "digits")
-    part = _some(tree, 100)
+    part = some(tree, 100, LIMIT_SEED)
     names = part.splits["val"].names.tolist()
     assert len(set(part.splits["val"].targets.tolist())) == 10 and len(names) == len(set(names)) == 100
     assert all(part.path("val", index).is_file() for index in range(100))

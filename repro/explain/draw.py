@@ -1,0 +1,159 @@
+"""The figures of interpretability, as PNG. The same numbers give the same bytes."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..core.record import atomic
+from .erf import Shape
+
+WIDTH = 9.0  # inches, of every figure
+DECADES = 4  # of a receptive field's colours
+MARK = np.array([0.90, 0.35, 0.0])
+# Okabe and Ito's palette, told apart by most eyes
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+
+
+def gradient_figure(
+    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]],
+    caption: str,
+) -> None:  # fmt: skip
+    """Fig. 3, 9 and 10: a row for each picture and state of the weights: the layers' maps, their mean, the tokens that stand out.
+
+    Args:
+        path: the PNG.
+        pictures: (H,W,3) uint8, as the model saw them.
+        maps: state of the weights -> (N,L,h,w) gradient magnitudes; the caller's order.
+        tops: the same states -> `all` and `later` -> (N,h,w) bool, see `repro.explain.inner.marked`.
+        caption: below the panels.
+    """
+    maps = {state: np.asarray(found) for state, found in maps.items()}
+    layers = next(iter(maps.values())).shape[1]
+    rows, columns = len(pictures) * len(maps), layers + 4
+    side = (WIDTH - 0.9) / columns
+    figure, axes = _figure(rows, columns, rows * side + 1.0)
+    relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
+    relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
+    top = max(2.0, float(np.percentile(np.concatenate([m.ravel() for m in relative.values()]), 99)))
+    for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in maps):
+        picture = pictures[n] / 255
+        axes[row, 0].imshow(picture)
+        axes[row, 0].set_ylabel(state, fontsize=8)
+        for column, values in enumerate(relative[state][n]):
+            shown = axes[row, 1 + column].imshow(values, cmap="viridis", vmin=0, vmax=top)
+        for panel, name in zip(axes[row, -2:], ("all", "later"), strict=True):
+            chosen = np.asarray(tops[state][name][n])
+            cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]
+            panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
+    titles = "picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.set_title(title, fontsize=8)
+    _bare(axes.flat)
+    bar = figure.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, extend="max")
+    bar.set_label("‖K‖·‖G‖ / mean over the picture's tokens", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    _save(figure, path, caption)
+
+
+def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, Shape], caption: str) -> None:
+    """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
+
+    Args:
+        path: the PNG.
+        fields: label -> (H,W) contributions, or why there are none.
+        shapes: label -> numbers of the fields that there are.
+        caption: below the panels.
+    """
+    columns = min(4, len(fields))
+    rows = -(-len(fields) // columns)
+    figure, axes = _figure(rows, columns, 0.6 + rows * (min(4.0, WIDTH / columns) + 0.4))
+    for panel in axes.flat[len(fields) :]:
+        panel.remove()
+    axes = axes.flat[: len(fields)]
+    shown = None
+    for panel, (label, field) in zip(axes, fields.items(), strict=True):
+        panel.set_title(label, fontsize=10)
+        panel.set_box_aspect(1)
+        if isinstance(field, str):
+            panel.text(0.5, 0.5, textwrap.fill(field, 24), ha="center", va="center", fontsize=8, transform=panel.transAxes)
+            continue
+        values = np.log10(np.maximum(field / field.max(), 10.0**-DECADES))
+        shown = panel.imshow(values, cmap="viridis", vmin=-DECADES, vmax=0)
+        shape = shapes[label]
+        size, radii = f"{field.shape[0]} × {field.shape[1]} px", f"{shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px"
+        panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
+    _bare(axes)
+    if shown is not None:
+        bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min", panchor=False)
+        bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
+        bar.set_label("contribution / largest", fontsize=9)
+    _save(figure, path, caption)
+
+
+def radial_figure(path: Path, shapes: Mapping[str, Shape], even: tuple[str, Shape], caption: str) -> None:
+    """How much of each receptive field lies within a distance of its centre, beside an even one and its label."""
+    figure, axes = _figure(1, 1, 4.6)
+    panel = axes[0, 0]
+    panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
+    for colour, (label, shape) in zip(COLOURS, shapes.items(), strict=False):
+        panel.plot(shape.share_within, color=colour, label=label)
+    panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it")
+    panel.set(xlim=(0, None), ylim=(0, 1.02))
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=9, loc="lower right")
+    _save(figure, path, caption)
+
+
+def reconstruction_figure(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
+    """Fig. 11: a panel per layer, a line per state of the weights.
+
+    Args:
+        path: the PNG.
+        losses: state of the weights -> (L,T).
+        caption: below the panels.
+    """
+    layers = len(next(iter(losses.values())))
+    columns = min(4, layers)
+    rows = -(-layers // columns)
+    figure, axes = _figure(rows, columns, 1.2 + 2.4 * rows, sharex=True, sharey=True)
+    for layer, panel in enumerate(axes.flat):
+        if layer >= layers:
+            panel.remove()
+            continue
+        for colour, (state, values) in zip(COLOURS, losses.items(), strict=False):
+            panel.plot(range(1, values.shape[1] + 1), values[layer], color=colour, linewidth=1.2, label=state)
+        panel.set_title(f"layer {layer + 1}", fontsize=9)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=8)
+        if layer % columns == 0:
+            panel.set_ylabel("reconstruction loss", fontsize=9)
+        if layer + columns >= layers:
+            panel.set_xlabel("token, in scan order", fontsize=9)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    _save(figure, path, caption)
+
+
+def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def _bare(axes: Any) -> None:
+    for panel in axes:
+        panel.set(xticks=[], yticks=[])
+
+
+def _save(figure: Any, path: Path, caption: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.supxlabel(caption, fontsize=8, color="0.35")
+    with atomic(path) as temporary:
+        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

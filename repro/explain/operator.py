@@ -1,0 +1,99 @@
+"""The calls of TTT-Linear that a model makes, seen or answered from outside: no model is changed, patched or copied for it.
+
+The operator is one opaque operation to PyTorch, so that a dispatch mode meets it as FlopCounterMode does. It must be one: a model
+whose layers run the reference backend makes no such call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.ttt_linear.reference import InnerLearning, ttt_linear_dual
+
+
+class Operands(NamedTuple):
+    """The first operands of the operator, as its schema names them; R directions, else as `kernels.ttt_linear`.
+
+    q, k, v: (B,T,R,H,D). lr: (B,T,H). token_scale: (R,C). W0: (R,H,D,D). b0, ln_weight, ln_bias: (R,H,D). reverse: R flags.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    token_scale: Tensor
+    W0: Tensor
+    b0: Tensor
+    ln_weight: Tensor
+    ln_bias: Tensor
+    chunk_size: int
+    reverse: Sequence[bool]
+    eps: float
+
+
+Run = Callable[[Operands], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
+
+
+class Answer(TorchDispatchMode):
+    """While it is on, `answer(operands, run)` gives the output of every call of the operator; without gradients only.
+
+    Args:
+        answer: operands and the operator itself -> out (B,T,R,H,D).
+    """
+
+    def __init__(self, answer: Callable[[Operands, Run], Tensor]):
+        super().__init__()
+        self.answer = answer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not torch.ops.vision_ttt.ttt_linear.default:
+            return func(*args, **(kwargs or {}))
+        count = len(Operands._fields)
+        out = self.answer(Operands(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
+        return out, out.new_empty(0)  # the states, which only a backward pass would use
+
+
+def inner_learning(operands: Operands) -> InnerLearning:
+    """What the inner learners of a call did, by the reference, at the chunks' start states: (B,T,R,H,D) and (B,T,R,H)."""
+    found = []
+    for r, reverse in enumerate(operands.reverse):
+        q, k, v = (x[:, :, r] for x in operands[:3])
+        options = {"chunk_size": operands.chunk_size, "reverse": reverse, "eps": operands.eps, "return_inner": True}
+        found.append(ttt_linear_dual(q, k, v, operands.lr, *(x[r] for x in operands[4:9]), **options)[1])
+    return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
+
+
+@torch.no_grad()
+def by_layer(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
+    """Run a model and reduce what each layer's inner learners did.
+
+    Args:
+        model: in eval mode.
+        images: its inputs (N,3,H,W).
+        reduce: operands and inner learning of a layer -> (B, ...).
+        batch_size: images at a time.
+
+    Returns:
+        (N, L, ...) for L layers.
+
+    Raises:
+        ValueError: a model that never calls the operator.
+    """
+    layers: list[Tensor] = []
+
+    def note(operands: Operands, run: Run) -> Tensor:
+        layers.append(reduce(operands, inner_learning(operands)))
+        return run(operands)
+
+    batches = []
+    for part in images.split(batch_size):
+        layers.clear()
+        with Answer(note):
+            model(part)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")
+        batches.append(torch.stack(layers, 1))
+    return torch.cat(batches)

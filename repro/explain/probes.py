@@ -1,0 +1,105 @@
+"""What the inner learner is good for: a trained model with a changed inner loop, after Liu et al., "Test-Time Training with KV
+Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4).
+
+A probe changes nothing but the inner loop of every layer and direction; the weights stay. Liu et al. changed the number of steps
+so, too, but as they explain their results for ascent and q = k, their models were trained with these and could adapt.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.ttt_linear.reference import ttt_linear_dual
+
+from .operator import Operands, Run
+
+KNOWN = "steps=K, ascent, q_is_k"
+# what Liu et al. found
+FOUND = {
+    "steps": "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)",
+    "ascent": "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), each trained so; here nothing is trained",
+    "q_is_k": "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), each trained so; here nothing is trained",
+}
+
+
+class Probe:
+    """An `answer` for `repro.explain.operator.Answer` that runs a changed inner loop and notes how well it fits.
+
+    Args:
+        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (in
+            the residual of f(q) = q + LN(qW + β), too). `steps=1` is the model as it is.
+
+    Raises:
+        ValueError: another name.
+    """
+
+    def __init__(self, name: str):
+        kind, _, count = name.partition("=")
+        if kind not in FOUND or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
+            raise ValueError(f"{name}: no such probe; there are {KNOWN}")
+        self.literature = FOUND[kind]
+        self.steps = int(count) if kind == "steps" else 1
+        self._change: Callable[[Operands], Operands] = {
+            "steps": lambda o: o,
+            "ascent": lambda o: o._replace(lr=-o.lr),
+            "q_is_k": lambda o: o._replace(q=o.k),
+        }[kind]
+        self._before = self._after = self._count = 0.0
+
+    def __call__(self, operands: Operands, run: Run) -> Tensor:
+        out, before, after = inner_loop(self._change(operands), self.steps)
+        self._before += float(before.sum(dtype=torch.float64))
+        self._after += float(after.sum(dtype=torch.float64))
+        self._count += before.numel()
+        return out
+
+    def inner_losses(self) -> tuple[float, float]:
+        """Mean loss of a chunk's own tokens before and after its inner steps, over all calls so far.
+
+        Raises:
+            ValueError: there was no call.
+        """
+        if not self._count:
+            raise ValueError("the model has no inner learner of Vision-TTT to change")
+        return self._before / self._count, self._after / self._count
+
+
+def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """TTT-Linear with several inner gradient steps per chunk, each at the state that the one before it reached.
+
+    All but the last move the whole chunk's state, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that its tokens also learn from those behind
+    them; the last is the dual form as it is. One step is the operator.
+
+    Returns:
+        out (B,T,R,H,D) in q's dtype; and the loss of each token, (B,T,R,H), at the start and at the end state of its chunk.
+    """
+    found = [_one_direction(operands, r, steps) for r in range(len(operands.reverse))]
+    return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
+
+
+def _one_direction(operands: Operands, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, _, H, D = operands.q.shape
+    # each image has a state of its own, so images become heads of one image
+    tokens = *(x[:, :, r] for x in operands[:3]), operands.lr
+    q, k, v, lr = (x.flip(1) if operands.reverse[r] else x for x in tokens)
+    q, k, v, lr = (x.transpose(0, 1).reshape(1, T, B * H, *x.shape[3:]) for x in (q, k, v, lr))
+    c = operands.token_scale[r]
+    W, b, gamma, mu = (x[r].repeat(B, *[1] * (x.ndim - 2)) for x in operands[5:9])
+    outs, before, after = [], [], []
+    for start in range(0, T, operands.chunk_size):
+        Q, K, V, rate = (x[:, start : start + operands.chunk_size] for x in (q, k, v, lr))
+        n = K.shape[1]
+        learn = functools.partial(ttt_linear_dual, Q, K, V, rate, c[:n], chunk_size=n, eps=operands.eps, return_inner=True)
+        out, inner = learn(W, b, gamma, mu)
+        before.append(inner.loss)
+        for _ in range(steps):
+            last, change = out, (c[n - 1] * rate.unsqueeze(-1) * inner.gradient)[0]
+            W = W - torch.einsum("nhi,nhj->hij", K[0], change)
+            b = b - change.sum(0)
+            out, inner = learn(W, b, gamma, mu)
+        outs.append(last)
+        after.append(inner.loss)
+    joined = (torch.cat(parts, 1).view(T, B, H, *parts[0].shape[3:]).transpose(0, 1) for parts in (outs, before, after))
+    return tuple(x.flip(1) if operands.reverse[r] else x for x in joined)

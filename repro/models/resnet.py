@@ -1,0 +1,17 @@
+"""A nano of ResNet-18 for the embedded data sets; the published sizes are timm's, and so is the class."""
+
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.resnet import BasicBlock, ResNet
+
+from .backbone import default_cfg
+
+default_cfgs = generate_default_cfgs({"resnet_nano.untrained": {**default_cfg(144), "first_conv": "conv1.0", "classifier": "fc"}})
+
+
+@register_model
+def resnet_nano(pretrained: bool = False, **kwargs: Any) -> ResNet:
+    """One basic block per stage of 8, 16, 32 and 64 channels, a deep stem, stride 32; 0.08 M parameters, images of any size."""
+    sizes = {"layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64), "stem_type": "deep", "stem_width": 4, **kwargs}
+    return build_model_with_cfg(ResNet, "resnet_nano", pretrained, block=BasicBlock, **sizes)

@@ -1,0 +1,148 @@
+"""`repro explain` and `repro visualize` as a user runs them: figures, numbers, and every wrong input as one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from repro.data.settings import TransformSettings
+from repro.models.registry import build_model
+from repro.models.weights import save_weights
+
+WEIGHTS = Path("results/pretrain/nano/weights.safetensors")
+DEIT = Path("results/baselines/deit/weights.safetensors")
+VISUALIZE = """
+visualize:
+  cell: nano
+  data: digits
+  images: 12
+  shown: 2
+  receptive_fields:
+    DeiT: {weights: results/baselines/deit/weights.safetensors}
+    conv1d: {weights: results/ablate/conv1d/weights.safetensors}
+  field_images: 3
+  probes: [steps=2, ascent]
+  probe_images: 20
+"""
+
+
+def write(path: Path, name: str, seed: int, **options) -> None:
+    """An untrained model for digits of 64 pixels."""
+    torch.manual_seed(seed)
+    options = {"num_classes": 10, "img_size": 64, **options}
+    preprocessing, classes = TransformSettings(image_size=64, crop_pct=1.0).preprocessing(), [f"digit_{i}" for i in range(10)]
+    save_weights(path, build_model(name, **options), name=name, options=options, preprocessing=preprocessing, classes=classes)
+
+
+@pytest.fixture
+def weights(checkout) -> Path:
+    """A checkout with weights of a nano Vittt, snapshots before it, and a DeiT."""
+    write(WEIGHTS, "vittt_nano_patch16_144", 0, depth=2, chunk_size=4)
+    for epoch, seed in ((0, 1), (1, 2)):
+        write(WEIGHTS.parent / f"snapshots/epoch_{epoch:03d}.safetensors", "vittt_nano_patch16_144", seed, depth=2, chunk_size=4)
+    write(DEIT, "deit_nano_patch16_144", 0, depth=1)
+    return WEIGHTS
+
+
+@pytest.fixture
+def picture(tmp_path) -> Path:
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 90, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def is_figure(path: Path) -> bool:
+    with Image.open(path) as image:
+        return image.format == "PNG" and image.width == 900 and np.asarray(image.convert("L")).std() > 5
+
+
+@pytest.mark.parametrize("map", ["gmm", "erf", "reconstruction"])
+def test_a_picture_becomes_a_figure(weights, picture, repro_cli, map):
+    code, out, err = repro_cli("explain", str(picture), "--map", map, "-o", "out.png")
+    assert (code, err) == (0, "") and is_figure(Path("out.png"))
+    assert "out.png: 1 picture, resized to a short side of 64 px, of which the centre 64x64 was seen" in out
+
+
+@pytest.mark.parametrize(("map", "works"), [("gmm", False), ("reconstruction", False), ("erf", True)])
+def test_another_family_has_a_receptive_field_only(weights, picture, repro_cli, map, works):
+    code, _, err = repro_cli("explain", str(picture), "--weights", str(DEIT), "--map", map, "-o", "out.png")
+    assert Path("out.png").exists() == works
+    refusal = f"repro: {DEIT}: VisionTransformer has no inner learner of Vision-TTT; use --map erf\n"
+    assert (code, err) == ((0, "") if works else (2, refusal))
+
+
+def save_animation(path):
+    frames = [Image.new("L", (20, 20), value) for value in (10, 200)]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("one.png", lambda path: Image.new("RGB", (1, 1), (9, 200, 30)).save(path)),
+        ("cmyk.jpg", lambda path: Image.new("CMYK", (30, 20), (9, 200, 30, 0)).save(path)),
+        ("deep.png", lambda path: Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 160).save(path)),
+        ("moving.gif", save_animation),
+    ],
+)
+def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, name, make):
+    make(tmp_path / name)
+    code, out, err = repro_cli("explain", str(tmp_path / name), "-o", "out.png")
+    assert (code, err) == (0, "") and is_figure(Path("out.png"))
+    assert ("an animation of 2 frames; the first is shown" in out) == (name == "moving.gif")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "explain: give pictures to draw a map, or --probe NAME"),
+        (["text.png"], "text.png: unreadable image"),
+        (["missing.png"], "missing.png: unreadable image"),
+        (["text.png", "--probe", "ascent"], "explain: give pictures to draw a map, or --probe NAME"),
+        (["text.png", "-o", "out.pdf"], "out.pdf: the figure is a PNG"),
+        (["text.png", "--weights", "text.png"], "text.png: "),
+        (["--probe", "descent"], "explain: descent: no such probe; there are steps=K, ascent, q_is_k"),
+        (["--probe", "ascent", "--weights", str(DEIT)], "explain: the model has no inner learner of Vision-TTT to change"),
+        (["--probe", "ascent", "--data", "digit"], "results/prepare_data/digit/manifest.json: no such manifest"),
+    ],
+)
+def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
+    Path("text.png").write_text("no picture")
+    code, _, err = repro_cli("explain", *arguments)
+    assert code == 2 and err.count("\n") == 1 and message in err and not Path("explained.png").exists()
+
+
+def test_a_probe_prints_both_accuracies(weights, repro_cli):
+    code, out, err = repro_cli("explain", "--probe", "steps=1")
+    assert (code, err) == (0, "")
+    assert "359 images" in out and "(+0.00)" in out and "Liu et al. found: more inner steps" in out
+
+
+def test_what_visualize_leaves(weights, repro_cli):
+    Path("params.yaml").write_text(Path("params.yaml").read_text() + VISUALIZE)
+    code, out, err = repro_cli("visualize")
+    assert (code, err) == (0, ""), err
+    folder = Path("results/visualize")
+    names = ("fig3_gradient_magnitude", "fig8_receptive_field", "fig8_radial_profile", "fig11_reconstruction")
+    assert all(is_figure(folder / f"{name}.png") for name in names)
+    record = json.loads((folder / "metrics.json").read_text())
+    metrics, missing = record["metrics"], record["metrics"]["receptive_fields"]["conv1d"]
+    assert missing == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
+    assert 0 < metrics["receptive_fields"]["DeiT"]["radius_50_px"] < metrics["receptive_fields"]["DeiT"]["radius_90_px"] < 46
+    # 16 patches in chunks of 4, from both ends: half of them
+    assert metrics["gradient_magnitude"]["after"]["first_chunks_tokens_percent"] == 50
+    assert metrics["gradient_magnitude"]["after"]["top30_share_percent"] > 100 * 5 / 16
+    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"] and metrics["probes"]["steps=2"]["images"] == 20
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
+    assert repro_cli("visualize")[0] == 0
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
+
+
+def test_visualize_needs_the_weights_before_training(weights, repro_cli):
+    Path("params.yaml").write_text(Path("params.yaml").read_text() + VISUALIZE)
+    (WEIGHTS.parent / "snapshots/epoch_000.safetensors").unlink()
+    code, _, err = repro_cli("visualize")
+    assert code == 2 and err.count("\n") == 1 and "no snapshot of epoch 0; add 0 to pretrain.nano.snapshot_epochs" in err
