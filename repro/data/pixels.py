@@ -42,8 +42,8 @@ def read_labels(path: Path) -> np.ndarray:
 
 def _decode(path: Path) -> Image.Image:
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(path.read_bytes())) as image:
-            warnings.simplefilter("ignore")  # of Pillow, on EXIF data that are odd but readable
+        # Pillow warns of sizes that it still reads, and of EXIF data that are odd but readable
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(path.read_bytes())) as image:
             return ImageOps.exif_transpose(image)
     except UNREADABLE as error:
         raise UserError(f"{path}: unreadable image ({error}); get it again") from None
