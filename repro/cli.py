@@ -24,6 +24,7 @@ VERBS = {
     "doctor": "doctor",
     "plan": "plan",
     "predict": "predict",
+    "export": "export",
 }
 GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data", "selftest": "selftest"}
 
