@@ -110,17 +110,20 @@ def _new_folder(path: Path) -> Iterator[Path]:
 def _write_timm(model: Any, size: int, facts: dict, folder: Path) -> Callable[[], Any]:
     """What `timm.create_model("local-dir:...", pretrained=True)` reads, and a weights file of this project at once."""
     import timm
-    from timm.models._hub import save_config_for_hf
 
     from repro.models.weights import save_weights
 
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
-    model.pretrained_cfg = model.pretrained_cfg | {"architecture": facts["model"]} | facts["preprocessing"]
-    options = {key: value for key, value in facts["options"].items() if key != "num_classes"}
-    origin = {key: facts.get(key) for key in ("weights", "commit", "params")}
-    extra = {"num_classes": len(facts["classes"]), "label_names": facts["classes"], METADATA: origin}
-    save_config_for_hf(model, folder / "config.json", model_config=extra, model_args=options)
+    num_classes = len(facts["classes"])
+    layers = {key: model.pretrained_cfg[key] for key in ("first_conv", "classifier", "fixed_input_size") if key in model.pretrained_cfg}
+    config = {
+        "architecture": facts["model"], "model_args": {key: value for key, value in facts["options"].items() if key != "num_classes"},
+        "num_classes": num_classes, "num_features": model.num_features, "label_names": facts["classes"],
+        "pretrained_cfg": facts["preprocessing"] | layers | {"num_classes": num_classes},
+        METADATA: {key: facts[key] for key in ("weights", "commit", "params", "reason") if key in facts},
+    }  # fmt: skip
+    write_json(folder / "config.json", config)
     return lambda: timm.create_model(f"local-dir:{folder.absolute()}", pretrained=True).eval()
 
 
