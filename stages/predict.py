@@ -63,7 +63,7 @@ def run(images: list[Path], weights: Path, task: Task | None, output: Path, json
         for (path, _), (line, seen, drawn) in zip(group, see([picture for _, picture in group]), strict=True):
             found[str(path) if classify else path.name] = seen
             if classify and sys.stdout.isatty():
-                rows.append([str(path), *(f"{each['class']} {100 * each['share']:.1f} %" for each in seen)])
+                rows.append([path.name, *(f"{each['class']} {100 * each['share']:.1f} %" for each in seen)])
             else:
                 print(f"{path}: {line}", flush=True)
             if drawn is not None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.measure.flops import cost
-from repro.models.registry import PlainBackbone, as_plain_backbone
 from repro.models.vim import Vim, VimMixer, official_state_dict
 from repro.models.weights import load_official
 

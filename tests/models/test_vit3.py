@@ -12,7 +12,6 @@ from torch import Tensor
 import repro.models  # noqa: F401  registers the models
 from repro.engine.optim import build_optimizer
 from repro.engine.params import OptimParams
-from repro.models.registry import as_plain_backbone
 from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
 
 DATA = Path(__file__).parents[1] / "data"

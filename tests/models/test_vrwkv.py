@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.measure.flops import counted_macs
-from repro.models.registry import as_plain_backbone
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
 from repro.models.weights import load_official
 
@@ -160,11 +159,9 @@ def test_initial_positions_head_and_layer_scale():
         assert torch.equal(block.gamma1, torch.full_like(block.gamma1, gamma)) and torch.equal(block.gamma2, block.gamma1)
 
 
-def test_weight_decay_exemptions_and_layers():
+def test_weight_decay_exemptions():
     model = nano(post_norm=True)
     exempt = model.no_weight_decay()
     assert {"norm.weight", "head.bias", "patch_embed.bias", "blocks.0.ln0.weight", "blocks.3.ln2.bias"} <= exempt
     assert not any(name.endswith(("decay", "first", "gamma1", "pos_embed", "mix_k", "key.weight")) for name in exempt)
     assert len(exempt) == 2 + 4 * 4 + 2 + 2  # norms of the blocks, ln0, the last; biases of the patches and of the head
-    groups = timm.models.group_parameters(model, model.group_matcher())
-    assert sorted(name for names in groups.values() for name in names) == sorted(name for name, _ in model.named_parameters())
