@@ -97,9 +97,9 @@ def bi_wkv_by_scan(w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, kee
 
 
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
-    """Where the groups are the channels of all images, that is a number that depends on the batch, sums over shifted images.
+    """A convolution; a depth-wise one of which every image of the batch has its own window becomes sums over shifted images.
 
-    File formats want a constant number of groups.
+    Its number of groups depends on the batch, and ONNX wants a constant.
     """
     if not isinstance(groups, torch.SymInt):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
@@ -116,7 +116,7 @@ def _convolution_backward(dout, x, weight, bias_sizes, stride, padding, dilation
     return None, torch.stack(sums, -1).view(-1, 1, height, width), None
 
 
-def _shifts(x, height, width, padding):
+def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
     """Row and column of each element of a window, and the image that it meets."""
     rows, columns = x.shape[-2:]
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))

@@ -53,7 +53,10 @@ def run(weights: Path, format: Format, output: Path | None, image_size: int | No
         raise UserError("export: --image-size is for onnx and torch_export; weights alone are for no size")
     from repro.models.weights import build_from_weights
 
-    model, metadata = build_from_weights(weights)
+    try:
+        model, metadata = build_from_weights(weights)
+    except ValueError as error:  # a name that is not registered
+        raise UserError(f"{weights}: {error}") from None
     size = image_size or metadata["preprocessing"]["input_size"][-1]
     path = output or Path(f"{metadata['model']}{f'_{size}' if SUFFIXES[format] else ''}{SUFFIXES[format]}")
     if path.exists():
