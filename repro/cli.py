@@ -26,6 +26,7 @@ VERBS = {
     "plan": "plan",
     "predict": "predict",
     "explain": "explain",
+    "export": "export",
 }
 GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data", "selftest": "selftest"}
 

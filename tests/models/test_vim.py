@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.measure.flops import cost
-from repro.models.registry import PlainBackbone, as_plain_backbone
 from repro.models.vim import Vim, VimMixer, official_state_dict
 from repro.models.weights import load_official
 
@@ -207,37 +206,6 @@ def test_positions_on_another_grid():
     torch.testing.assert_close(tokens[:, 7], model.cls_token[:, 0] + model.pos_embed[:, 40])
 
 
-def test_plain_backbone():
-    model = shaken(nano())
-    image = torch.randn(2, 3, 48, 80)
-    assert isinstance(model, PlainBackbone) and as_plain_backbone(model) is model and model.prefix_positions(15) == (7,)
-    with torch.no_grad():
-        tokens, grid = model.embed(image)
-        for block in model.blocks:
-            tokens = block(tokens, grid)
-        torch.testing.assert_close(model.norm(tokens), model.forward_features(image))
-
-
-def test_features_only():
-    model = timm.create_model("vim_nano_patch16_144", features_only=True, out_indices=(1, 3))
-    assert model.feature_info.channels() == [64, 64] and model.feature_info.reduction() == [16, 16]
-    assert [x.shape for x in model(torch.randn(1, 3, 32, 48))] == [(1, 64, 2, 3)] * 2
-
-
-def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing():
-    model = shaken(nano()).train()
-    image = torch.randn(2, 3, 64, 80)
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(image).square().sum().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().sum() > 0, name
-        torch.testing.assert_close(gradient, gradients[1][name])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_residual_stream_is_fp32(dtype):
     """Under autocast, and with weights of bf16."""
@@ -249,14 +217,3 @@ def test_the_residual_stream_is_fp32(dtype):
         assert tokens.dtype == after.dtype == torch.float32
         assert model.blocks[0].mixer(model.blocks[0].norm(tokens)).dtype == torch.bfloat16
         assert model(image).isfinite().all()
-
-
-def test_backend_is_set_and_named():
-    model = nano()
-    assert model.selected_backend(torch.float32) == "torch"
-    image = torch.randn(1, 3, 48, 32)
-    with torch.no_grad():
-        expected = model(image)
-        model.set_backend("reference")
-        assert model.selected_backend(torch.float32) == "reference"
-        torch.testing.assert_close(model(image), expected)

@@ -12,7 +12,6 @@ from torch import Tensor
 import repro.models  # noqa: F401  registers the models
 from repro.engine.optim import build_optimizer
 from repro.engine.params import OptimParams
-from repro.models.registry import as_plain_backbone
 from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
 
 DATA = Path(__file__).parents[1] / "data"
@@ -166,29 +165,6 @@ def test_parameters_of_the_sizes(size, C, heads, count):
     assert sum(p.numel() for p in model.parameters()) == parameters_by_hand(C, heads) == count
 
 
-def test_registered_names():
-    assert set(timm.list_models("vit3_*")) == {
-        "vit3_tiny_patch16_224", "vit3_small_patch16_224", "vit3_base_patch16_224", "vit3_nano_patch16_144",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
-def test_any_grid_and_the_protocol_of_plain_backbones(size):
-    model = nano()
-    image = torch.randn(2, 3, *size)
-    backbone = as_plain_backbone(model)
-    assert backbone is model and backbone.prefix_positions(81) == ()
-    with torch.no_grad():
-        tokens, grid = backbone.embed(image)
-        assert grid == (size[0] // 16, size[1] // 16)
-        for block in backbone.blocks:
-            tokens = block(tokens, grid)
-        final, maps = model.forward_intermediates(image, indices=[0, 3], norm=True)
-        torch.testing.assert_close(backbone.norm(tokens), final)
-        torch.testing.assert_close(maps[-1].flatten(2).mT, final)
-        assert model(image).shape == (2, 10)
-
-
 def test_rows_and_columns_are_told_apart():
     """An image and its transpose differ by the transposed grid alone, when every 3x3 window and the patches are symmetric."""
     model = nano().double()
@@ -199,44 +175,6 @@ def test_rows_and_columns_are_told_apart():
         image = torch.randn(1, 3, 48, 80, dtype=torch.float64)
         (straight,), (turned,) = (model.forward_intermediates(i, indices=1, intermediates_only=True) for i in (image, image.mT))
     torch.testing.assert_close(straight, turned.mT)
-
-
-def test_images_do_not_see_each_other_and_nothing_is_left_behind():
-    model = nano()
-    images = torch.randn(3, 3, 64, 80)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        together = model(images)
-        alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing():
-    model = nano().train()
-    image = torch.randn(2, 3, 64, 80)
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(image).square().sum().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().sum() > 0, name
-        torch.testing.assert_close(gradient, gradients[1][name])
-
-
-def test_compiles_without_a_graph_break():
-    model = nano(depth=1)
-    image = torch.randn(2, 3, 32, 48)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for network in (model, compiled):
-        model.zero_grad()
-        network(image).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    for plain, traced in zip(*gradients, strict=True):
-        torch.testing.assert_close(traced, plain)
 
 
 def test_initialisation():
@@ -269,13 +207,6 @@ def test_weight_decay_falls_on_matrices_and_fast_weights_alone():
     for name, parameter in model.named_parameters():
         assert (id(parameter) in decayed) == (parameter.ndim > 1), name
     assert id(model.blocks[0].attn.w3) in decayed
-
-
-def test_layers_for_decaying_learning_rates():
-    model = nano()
-    groups = timm.models.group_parameters(model, model.group_matcher())
-    assert sorted(name for names in groups.values() for name in names) == sorted(name for name, _ in model.named_parameters())
-    assert set(groups[0]) == {"patch_embed.weight", "patch_embed.bias"}
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():

@@ -162,6 +162,52 @@ def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
     assert code == 2 and "none.png: unreadable image" in err and "grey.jpg: " in out  # one bad picture costs no other
 
 
+def test_odd_pictures(dense, tmp_path, monkeypatch, repro_cli):
+    """What can be seen is classified, each of the others is one line, and classes go to a file when asked for."""
+    monkeypatch.chdir(dense)
+    pixels = np.random.default_rng(0).integers(0, 255, (90, 150, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    image.save(tmp_path / "moving.gif", save_all=True, append_images=[image.rotate(90)])
+    image.save(tmp_path / "moving.png", save_all=True, append_images=[image.rotate(90)])
+    image.crop((0, 0, 1, 1)).save(tmp_path / "one.png")
+    Image.new("1", (10_000, 10_000)).save(tmp_path / "huge.png")
+    Image.new("1", (14_000, 14_000)).save(tmp_path / "too_huge.png")
+    image.save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:2000])
+    (tmp_path / "text.png").write_text("no picture")
+    code, out, err = repro_cli("predict", *map(str, sorted(tmp_path.iterdir())), "--weights", WEIGHTS, "--json", str(tmp_path / "seen.json"))
+    unread = ["cut.jpg", "text.png", "too_huge.png"]
+    assert code == 2 and [Path(line.split(": ")[1]).name for line in err.splitlines()] == [*unread, "predict"], err
+    assert err.endswith("predict: 3 of 8 pictures could not be read\n")
+    found = json.loads((tmp_path / "seen.json").read_text())["pictures"]
+    assert set(found) == {str(tmp_path / name) for name in ("moving.gif", "moving.png", "one.png", "huge.png", "whole.jpg")}
+    for seen in found.values():
+        shares = [each["share"] for each in seen]
+        assert len(seen) == 5 and shares == sorted(shares, reverse=True) and {each["class"] for each in seen} <= set("0123456789")
+    (alone,) = (line for line in repro_cli("predict", str(tmp_path / "whole.jpg"), "--weights", WEIGHTS)[1].splitlines())
+    assert alone in out.splitlines()  # whatever else is in its batch
+
+
+def test_classes_on_a_terminal_are_a_table(dense, tmp_path, monkeypatch, repro_cli):
+    monkeypatch.chdir(dense)
+    Image.new("RGB", (20, 20), (200, 0, 0)).save(tmp_path / "red.png")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    code, out, err = repro_cli("predict", str(tmp_path / "red.png"), "--weights", WEIGHTS)
+    assert code == 0 and "┃" in out and "red.png" in out and "red.png: " not in out and out.count("%") == 5, err
+
+
+def test_files_that_are_no_weights_are_one_line(dense, tmp_path, monkeypatch, repro_cli):
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(dense)
+    Image.new("RGB", (20, 20)).save(tmp_path / "picture.png")
+    description = {"model": "vittt_nanno_patch16_144", "options": {}, "preprocessing": {}, "classes": []}
+    save_file({"x": torch.zeros(1)}, tmp_path / "unknown.safetensors", metadata={"vision_ttt_repro": json.dumps(description)})
+    for weights, message in (("picture.png", "not a readable safetensors file"), ("unknown.safetensors", "did you mean 'vittt_nano_patch16_144'?")):
+        code, _, err = repro_cli("predict", str(tmp_path / "picture.png"), "--weights", str(tmp_path / weights))
+        assert (code, err.count("\n")) == (2, 1) and message in err
+
+
 def flip_a_byte(path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1

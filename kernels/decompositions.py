@@ -1,0 +1,136 @@
+"""The operators as plain PyTorch: decompositions for an exported program, which then runs where this package is not installed.
+
+Each keeps a constant number of graph nodes whatever the number of tokens: what learns or decays along the sequence is PyTorch's
+higher-order `scan` (ONNX's Scan). Forward pass only, of fp32 or fp64 inputs, with a batch of any size.
+
+Shape letters: B images, T tokens, R directions, G groups of B·R·H, and those of each operator in its own module.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._higher_order_ops.scan import scan_op
+
+from . import bi_wkv, selective_scan, ttt_linear  # noqa: F401  registers the operators
+
+
+def ttt_linear_by_scan(
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
+    chunk_size: int, reverse: Sequence[bool], eps: float, backend: str, keep_states: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The dual form of `ttt_linear.reference`, one chunk a step. Tokens beyond the last have a rate of 0: nothing is learned there."""
+    B, T, R, H, D = q.shape
+    n = min(chunk_size, T)
+    m = -(-T // n)
+
+    def chunks(x: Tensor) -> Tensor:  # (B,T,R,H,·) -> (m,G,n,·), in scan order
+        x = F.pad(_scan_order(x, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
+        return x.unflatten(1, (m, n)).permute(1, 0, 3, 4, 2, 5).flatten(1, 3)
+
+    def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
+        return x.expand(B, *x.shape).flatten(0, 2)
+
+    def step(W, b, Q, K, V, rate, c, gamma, mu):
+        z, rstd = _normalise(torch.bmm(K, W) + b, eps)
+        g = (gamma * z + mu - (V - K)) * gamma
+        G = (g - g.mean(-1, keepdim=True) - z * (g * z).mean(-1, keepdim=True)) * rstd
+        A = c * rate.mT * (torch.bmm(Q, K.mT) + 1)
+        out = Q + gamma * _normalise(torch.bmm(Q, W) + b - torch.bmm(A, G), eps)[0] + mu
+        learned = c[:, -1:, :1] * rate * G
+        return W - torch.bmm(K.mT, learned), b - learned.sum(-2, keepdim=True), out
+
+    c = per_group(token_scale[:, None, :n, None].expand(R, H, n, n)).tril()
+    W, b, gamma, mu = (per_group(x) for x in (W0, b0.unsqueeze(2), ln_weight.unsqueeze(2), ln_bias.unsqueeze(2)))
+    rate = chunks(lr[:, :, None, :, None].expand(B, T, R, H, 1))
+    out = scan_op(step, [W, b], [chunks(q), chunks(k), chunks(v), rate], [c, gamma, mu])[-1]  # (m,G,n,D)
+    out = out.unflatten(1, (B, R, H)).permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :T]
+    return _scan_order(out, reverse), q.new_empty(0)
+
+
+def _scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
+    """(B,T,R,...) with the directions that scan back flipped along T; its own inverse."""
+    return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows to mean 0 and variance 1 (biased), and the reciprocal standard deviation."""
+    centred = x - x.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centred * rstd, rstd
+
+
+def selective_scan_by_scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
+    reverse: Sequence[bool], backend: str, keep_states: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence of `selective_scan.reference`, one token a step."""
+
+    def step(h, u, delta, B, C, A):
+        h = torch.exp(delta[..., None] * A) * h + (delta * u)[..., None] * B[:, :, None]
+        return h, (h * C[:, :, None]).sum(-1)
+
+    xs = [_scan_order(x, reverse).transpose(0, 1).contiguous() for x in (u, F.softplus(delta + delta_bias), B, C)]  # (T,B,R,·)
+    h = u.new_zeros(u.shape[0], *A.shape)
+    y = _scan_order(scan_op(step, [h], xs, [A.clone()])[-1].transpose(0, 1), reverse) + D * u
+    return y if z is None else y * F.silu(z.unsqueeze(2)), u.new_empty(0)
+
+
+def bi_wkv_by_scan(w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, keep_states: bool) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens before t and, scanned back, after t, each with the largest exponent p taken out of it; then both and t."""
+
+    def step(p, numerator, denominator, k, v, w):
+        top = torch.maximum(p - w, k)
+        old, new = torch.exp(p - w - top), torch.exp(k - top)
+        return top, old * numerator + new * v, old * denominator + new, p.clone(), numerator.clone(), denominator.clone()
+
+    both = [_scan_order(torch.stack((x, x), 2), (False, True)).transpose(0, 1).contiguous() for x in (k, v)]  # (T,B,2,C)
+    zero = torch.zeros_like(both[0][0])
+    sums = scan_op(step, [zero - torch.inf, zero, zero.clone()], both, [w.clone()])[3:]
+    p, numerator, denominator = (_scan_order(x.transpose(0, 1), (False, True)) for x in sums)
+    p = torch.cat((p, (k + u).unsqueeze(2)), 2)
+    weight = torch.exp(p - p.amax(2, keepdim=True))
+    numerator, denominator = torch.cat((numerator, v.unsqueeze(2)), 2), torch.cat((denominator, torch.ones_like(v).unsqueeze(2)), 2)
+    return (weight * numerator).sum(2) / (weight * denominator).sum(2), k.new_empty(0)
+
+
+def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
+    """A convolution; a depth-wise one of which every image of the batch has its own window becomes sums over shifted images.
+
+    Its number of groups depends on the batch, and ONNX wants a constant.
+    """
+    if not isinstance(groups, torch.SymInt):
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
+    height, width = weight.shape[-2:]
+    return sum(shifted * weight[:, 0, i, j, None, None] for i, j, shifted in _shifts(x, height, width, padding))
+
+
+def _convolution_backward(dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+    """The weight's gradient of that convolution: Σ_p x[p + offset] dout[p] for each offset."""
+    if not isinstance(groups, torch.SymInt) or list(output_mask) != [False, True, False]:
+        return NotImplemented
+    height, width = weight.shape[-2:]
+    sums = [(shifted * dout).sum((0, -2, -1)) for _, _, shifted in _shifts(x, height, width, padding)]
+    return None, torch.stack(sums, -1).view(-1, 1, height, width), None
+
+
+def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+    """Row and column of each element of a window, and the image that it meets."""
+    rows, columns = x.shape[-2:]
+    padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    rows, columns = rows + 2 * padding[0] - height + 1, columns + 2 * padding[1] - width + 1
+    for i in range(height):
+        for j in range(width):
+            yield i, j, padded[..., i : i + rows, j : j + columns]
+
+
+# for `torch.export.ExportedProgram.run_decompositions`
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.vision_ttt.ttt_linear.default: ttt_linear_by_scan,
+    torch.ops.vision_ttt.selective_scan.default: selective_scan_by_scan,
+    torch.ops.vision_ttt.bi_wkv.default: bi_wkv_by_scan,
+    torch.ops.aten.conv2d.default: _conv2d,
+    torch.ops.aten.convolution_backward.default: _convolution_backward,
+}

@@ -1,0 +1,178 @@
+"""What holds for every family alike: timm's interface, the PlainBackbone protocol, images that do not see each other, torch.compile."""
+
+import os
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import repro.models  # noqa: F401  registers the models
+from repro.models.backbone import remove_tokens
+from repro.models.registry import PlainBackbone, PlainViT, as_plain_backbone
+
+SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
+OWN = "vittt", "vim", "vrwkv", "vit3"
+DEIT = ("deit", {"dynamic_img_size": True})  # timm's class, which takes images of any size only then
+FAMILIES = [*((family, {}) for family in OWN), DEIT]
+VARIANTS = [
+    *FAMILIES,
+    *(("vittt", {"pool": pool}) for pool in ("max", "head", "mid")),
+    ("vittt", {"pool": "double", "w0": "shared"}),
+    ("vittt", {"design": "ttt_layer"}),
+    ("vittt", {"w0": "frozen", "chunk_size": 0}),
+    ("vrwkv", {"post_norm": True}),
+]
+
+
+def named(cases):
+    return [pytest.param(family, options, id="-".join(map(str, (family, *options.values())))) for family, options in cases]
+
+
+each_family = pytest.mark.parametrize(("family", "options"), named(FAMILIES))
+each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
+
+
+def nano(family: str, **options) -> torch.nn.Module:
+    """A model whose parameters are off their initial values, so that zeros and ones hide nothing."""
+    torch.manual_seed(0)
+    model = timm.create_model(f"{family}_nano_patch16_144", **{"num_classes": 10, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def gradients(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(image).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_registered_names():
+    for family in OWN:
+        assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in SIZES}
+
+
+@each_variant
+@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
+def test_any_grid_and_the_protocol(family, options, size):
+    """Going through the parts is going through the model, and what is taken out between blocks is what passes there."""
+    model = nano(family, **options)
+    image, grid = torch.randn(2, 3, *size), (size[0] // 16, size[1] // 16)
+    backbone = as_plain_backbone(model)
+    assert isinstance(backbone, PlainBackbone) and (backbone is model or isinstance(backbone, PlainViT))
+    positions = backbone.prefix_positions(grid[0] * grid[1])
+    with torch.no_grad():
+        tokens, found = backbone.embed(image)
+        assert found == grid and tokens.shape[1] == grid[0] * grid[1] + len(positions)
+        for block in backbone.blocks:
+            tokens = block(tokens, grid)
+        final, maps = model.forward_intermediates(image, indices=[0, 3], norm=True)
+        torch.testing.assert_close(backbone.norm(tokens), final)
+        torch.testing.assert_close(model.forward_features(image), final)
+        torch.testing.assert_close(model.forward_head(final), model(image))
+    assert [m.shape for m in maps] == [(2, 64, *grid)] * 2 and model(image).shape == (2, 10)
+    torch.testing.assert_close(maps[-1].flatten(2).mT, remove_tokens(final, positions))
+
+
+@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("size", [(143, 144), (8, 144), (144, 150)])
+def test_sizes_off_the_patch_grid_are_refused(family, size):
+    with pytest.raises(ValueError, match="multiples of the patch size 16"):
+        nano(family, depth=1)(torch.randn(1, 3, *size))
+
+
+@pytest.mark.parametrize("family", ["vittt", "vrwkv"])
+def test_position_embedding_is_resampled_bicubically_without_antialias(family):
+    model = nano(family)
+    with torch.no_grad():
+        tokens, _ = model.embed(torch.zeros(1, 3, 80, 48))
+    table = model.pos_embed.reshape(1, 9, 9, 64).permute(0, 3, 1, 2)
+    expected = F.interpolate(table, size=(5, 3), mode="bicubic", antialias=False).flatten(2).mT + model.patch_embed.bias
+    torch.testing.assert_close(tokens, expected)
+
+
+@each_family
+def test_features_only_agrees_with_feature_info(family, options):
+    backbone = timm.create_model(f"{family}_nano_patch16_144", features_only=True, out_indices=(0, 2), **options)
+    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [(1, 64, 6, 4)] * 2
+    assert backbone.feature_info.channels() == [64, 64] and backbone.feature_info.reduction() == [16, 16]
+    assert not any(name.startswith(("blocks.3", "head")) for name, _ in backbone.named_parameters())
+
+
+@each_variant
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(family, options):
+    model = nano(family, **options).train()
+    image = torch.randn(2, 3, 64, 80)
+    plain = gradients(model, image)
+    model.set_grad_checkpointing(True)
+    for name, recomputed in gradients(model, image).items():
+        if "token_scale" not in name:  # delta of tokens beyond the longest chunk has no effect
+            assert plain[name].abs().sum() > 0, name
+        torch.testing.assert_close(recomputed, plain[name])
+
+
+@each_variant
+def test_every_parameter_has_a_layer(family, options):
+    """For learning rates that decay from layer to layer."""
+    model = nano(family, **options)
+    names = [name for name, _ in model.named_parameters()]
+    groups = timm.models.group_parameters(model, model.group_matcher())
+    assert sorted(name for group in groups.values() for name in group) == sorted(names)
+    assert set(groups[0]) == {name for name in names if name.startswith(("cls_token", "cls_pos_embed", "pos_embed", "patch_embed"))}
+
+
+@pytest.mark.parametrize("family", ["vittt", "vim", "vrwkv"])
+def test_backend_is_set_and_named(family):
+    model = nano(family)
+    assert model.selected_backend(torch.float32) == "torch"
+    image = torch.randn(1, 3, 48, 32)
+    with torch.no_grad():
+        expected = model(image)
+        model.set_backend("reference")
+        assert model.selected_backend(torch.float32) == "reference"
+        torch.testing.assert_close(model(image), expected)
+
+
+@each_variant
+def test_an_image_alone_and_in_a_batch(family, options):
+    """What is learned at test time is learned from one image: the state begins anew for each, and nothing stays in the model."""
+    model = nano(family, **options)
+    images = torch.randn(3, 3, 144, 144)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        together = model(images)
+        alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
+    assert (together - alone).abs().max() <= 1e-6 * together.abs().max()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@each_variant
+def test_no_gradient_crosses_from_image_to_image(family, options):
+    images = torch.randn(3, 3, 64, 80, requires_grad=True)
+    nano(family, **options)(images)[1].sum().backward()
+    assert images.grad[1].abs().min(dim=0).values.max() > 0
+    assert not images.grad[[0, 2]].any()
+
+
+def assert_compiled_equals_eager(family, options, backend):
+    model = nano(family, depth=1, **options)
+    image = torch.randn(2, 3, 32, 48)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(image), model(image))
+    plain = gradients(model, image)
+    model.zero_grad()
+    compiled(image).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-4, atol=1e-5)
+
+
+@each_family
+def test_compiled_equals_eager(family, options):
+    assert_compiled_equals_eager(family, options, "aot_eager")
+
+
+@pytest.mark.skipif("REPRO_TEST_INDUCTOR" not in os.environ, reason="takes a minute of a C++ compiler: set REPRO_TEST_INDUCTOR=1")
+def test_compiled_by_inductor_equals_eager():
+    assert_compiled_equals_eager("vittt", {}, "inductor")

@@ -1,0 +1,124 @@
+"""`repro export`: the files are read by the programs that they are for, and what cannot be exported is one line."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import stages.export
+from repro.models.registry import build_model
+from repro.models.weights import build_from_weights, save_weights
+
+CLASSES = ["ant", "bee", "cat"]
+PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_pct": 0.9, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Write the weights of a small model with parameters off their initial values -> their path."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(family: str, task: dict | None = None, **options):
+        torch.manual_seed(0)
+        name, options = f"{family}_nano_patch16_144", {"img_size": 48, "depth": 1, "num_classes": 3, **options}
+        model = build_model(name, **options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        path = tmp_path / "trained" / "weights.safetensors"
+        save_weights(path, model, name=name, options=options, preprocessing=PREPROCESSING, classes=CLASSES, task=task)
+        return path
+
+    return save
+
+
+def expected(path, images):
+    with torch.no_grad():
+        return build_from_weights(path)[0](images)
+
+
+@pytest.mark.parametrize(("family", "options"), [("vittt", {"design": "dual", "pool": "head"}), ("deit", {})])
+def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
+    path = saved(family, **options)
+    code, out, err = repro_cli("export", "--weights", str(path), "--format", "safetensors", "-o", "folder")
+    assert code == 0 and "differ by at most 0.0e+00" in out, err
+    images = torch.randn(2, 3, 48, 48)
+    from_folder = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
+    from_file = timm.create_model(
+        f"{family}_nano_patch16_144", checkpoint_path=str(tmp_path / "folder" / "model.safetensors"),
+        num_classes=3, img_size=48, depth=1, **options,
+    ).eval()  # fmt: skip
+    for model in (from_folder, from_file):
+        with torch.no_grad():
+            assert torch.equal(model(images), expected(path, images))
+    config = timm.data.resolve_model_data_config(from_folder)
+    assert {key: list(value) if isinstance(value, tuple) else value for key, value in config.items() if key in PREPROCESSING} == PREPROCESSING
+    assert from_folder.pretrained_cfg["label_names"] == CLASSES
+    assert torch.equal(expected(tmp_path / "folder" / "model.safetensors", images), expected(path, images))  # and for `repro predict`
+
+
+@pytest.mark.parametrize("family", ["vim", "vrwkv", "vit3"])
+def test_torch_export_stands_alone(saved, repro_cli, family):
+    path = saved(family)
+    code, _, err = repro_cli("export", "--weights", str(path), "--format", "torch_export", "--no-verify", "--image-size", "32", "-o", "model.pt2")
+    assert code == 0, err
+    extra = {"vision_ttt_repro.json": ""}
+    program = torch.export.load("model.pt2", extra_files=extra)
+    assert json.loads(extra["vision_ttt_repro.json"])["preprocessing"]["input_size"] == [3, 32, 32]
+    assert "vision_ttt" not in str(program.graph_module)  # none of this project's operators is left in it
+    for count in (1, 3):
+        images = torch.randn(count, 3, 32, 32)
+        torch.testing.assert_close(program.module()(images), expected(path, images), rtol=1e-4, atol=1e-5)
+
+
+def test_onnx_in_its_runtime(saved, repro_cli):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = saved("vittt", pool="double")
+    digest = stages.export._origin(path)["weights"]
+    record = {"metrics": {"weights": digest}, "identity": {"parent_commit": "abc", "params": "def"}}
+    path.with_name("metrics.json").write_text(json.dumps(record))
+    code, out, err = repro_cli("export", "--weights", str(path), "--format", "onnx")
+    assert code == 0 and out.startswith("vittt_nano_patch16_144_48.onnx: vittt_nano_patch16_144, 3 classes; read back, "), err
+    session = onnxruntime.InferenceSession("vittt_nano_patch16_144_48.onnx", providers=["CPUExecutionProvider"])
+    for count in (1, 5):
+        images = torch.randn(count, 3, 48, 48)
+        (logits,) = session.run(None, {"images": images.numpy()})
+        np.testing.assert_allclose(logits, expected(path, images).numpy(), rtol=1e-4, atol=1e-5)
+    facts = json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
+    assert (facts["model"], facts["classes"], facts["preprocessing"]) == ("vittt_nano_patch16_144", CLASSES, PREPROCESSING)
+    assert (facts["weights"], facts["commit"], facts["params"]) == (digest, "abc", "def")
+
+
+@pytest.mark.parametrize("difference", [1.0, float("nan")])
+def test_a_file_that_differs_is_not_left(saved, tmp_path, repro_cli, monkeypatch, difference):
+    load = timm.create_model
+
+    def spoilt(*args, **options):
+        model = load(*args, **options)
+        with torch.no_grad():
+            model.head.bias[0] += difference
+        return model
+
+    path = saved("vittt")
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: (spoilt if name.startswith("local-dir") else load)(name, **options))
+    code, out, err = repro_cli("export", "--weights", str(path), "--format", "safetensors")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "not written: read back, logits differ by at most" in err
+    assert [each.name for each in tmp_path.iterdir()] == ["trained"]
+
+
+def test_what_cannot_be_exported_is_one_line(saved, tmp_path, repro_cli, monkeypatch):
+    def refused(*options, weights=saved("vittt")):
+        code, out, err = repro_cli("export", "--weights", str(weights), *options)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    assert "image size 47x47: height and width must be positive multiples" in refused("--format", "torch_export", "--image-size", "47")
+    assert "--image-size is for onnx and torch_export" in refused("--format", "safetensors", "--image-size", "64")
+    (tmp_path / "there.pt2").write_text("somebody's")
+    assert "there.pt2: is there already" in refused("--format", "torch_export", "-o", "there.pt2")
+    assert (tmp_path / "there.pt2").read_text() == "somebody's"
+    monkeypatch.setattr(stages.export, "NEEDS_EXTRA", ("onnx_of_nobody",))
+    assert "needs onnx_of_nobody: python -m pip install -e '.[export]'" in refused("--format", "onnx")
+    assert "holds a model that can detect, no classifier" in refused("--format", "safetensors", weights=saved("vittt", task={"name": "detect"}))
