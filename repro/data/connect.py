@@ -1,0 +1,141 @@
+"""The embedded connectivity task, in the manner of Pathfinder: do two markers lie on the ends of the same dashed curve?
+
+Two curves come close to each other at a bend and part again: four arms leave it at right angles, and each curve joins two that are
+neighbours. Markers lie on the ends of arms 0 and 1. `joined` has a bend between 0 and 1, and one between 2 and 3; `apart` has the
+same turned by 90 degrees, between 1 and 2, and between 3 and 0.
+
+Images are drawn in such pairs, which differ in these two dashes only. So positions of markers, lengths of curves, dashes and ink
+of the classes are equal, not merely alike. Nothing outside the bend tells the class, nor does the bend alone, whose angle is
+uniform: it takes the bend and the arms that lead from it to the markers. Distractors are more such curves without markers, the
+same in both images.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ..core.errors import UserError
+from .embedded import new_tree
+from .settings import ConnectSettings
+
+CLASSES = ("apart", "joined")
+_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exactly, as exp(1j * angle) is not
+_SAMPLES_A_PX = 2
+_COARSE = 4  # of the samples, every so many are looked at for clearance
+_CANDIDATES, _TRIES = 32, 200  # at once, and how often
+
+
+def write_connect(root: Path, settings: ConnectSettings) -> None:
+    """Write `root/{train,val}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
+
+    Images of one name in the two class folders are a pair. The same settings give the same bytes.
+
+    Raises:
+        UserError: `root` holds something that this function did not write, or the curves do not fit into an image.
+    """
+    with new_tree(root, "connect", settings) as tree:
+        for split in ("train", "val"):
+            for name in CLASSES:
+                (tree / split / name).mkdir(parents=True)
+            for number in range(getattr(settings, f"{split}_pairs")):
+                # a generator for each pair: more pairs leave the first ones as they are
+                rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
+                for name, pixels in zip(CLASSES, draw_pair(rng, settings)):
+                    # stored, not deflated, as those of `digits` are
+                    Image.fromarray(pixels).save(tree / split / name / f"pair_{number:05d}.png", compress_level=0)
+
+
+def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
+    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`.
+
+    Raises:
+        UserError: the curves do not fit into an image.
+    """
+    (arms, bends), *others = place_curves(rng, settings)
+    shared = np.zeros((settings.image_size, settings.image_size))
+    _draw(shared, arms, settings)
+    _stamp(shared, arms[:2, -1], settings.marker_px)
+    for other_arms, other_bends in others:
+        _draw(shared, other_arms, settings)
+        _draw(shared, other_bends[rng.integers(2) :: 2], settings)
+    canvas = np.stack([shared, shared])
+    for image, first in zip(canvas, (1, 0)):
+        _draw(image, bends[first::2], settings)
+    return np.rint(255 * canvas).astype(np.uint8)
+
+
+def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arms (4, P) and possible bends (4, Q) of each two curves, those with the markers first.
+
+    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arm k runs from bends k - 1 and k outwards.
+
+    Raises:
+        UserError: they do not fit into an image.
+    """
+    placed: list[tuple[np.ndarray, np.ndarray]] = []
+    for _ in range(1 + settings.distractors):
+        dashes = rng.integers(*settings.dashes, endpoint=True)
+        taken = np.concatenate([points.ravel()[::_COARSE] for pair in placed for points in pair] or [np.empty(0)])
+        for _ in range(_TRIES):
+            arms, bends = _propose(rng, dashes, settings)
+            fitting = _fits(arms, bends, taken, settings)
+            if fitting.any():
+                placed.append((arms[fitting.argmax()], bends[fitting.argmax()]))
+                break
+        else:
+            raise UserError(
+                f"connect: {2 * len(placed) + 2} curves of up to {2 * settings.dashes[1] + 1} dashes do not fit into {settings.image_size} "
+                f"pixels, tried {_TRIES * _CANDIDATES:,} times; take fewer distractors, fewer dashes or a larger image_size"
+            )
+    return placed
+
+
+def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
+    period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
+    along = np.arange(_SAMPLES_A_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_A_PX
+    knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
+    curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
+    steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_A_PX) / _SAMPLES_A_PX
+    arms = radius + np.cumsum(steps, axis=2) - steps[:, :, :1]
+    bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_A_PX * period + 1)))
+    turns = np.exp(1j * rng.uniform(0, 2 * np.pi, (_CANDIDATES, 1, 1))) * _QUARTER_TURNS
+    # whole pixels, so that a bend that is turned by a quarter has the same pixels, turned
+    x, y = rng.integers(settings.image_size, size=(2, _CANDIDATES, 1, 1))
+    return x + 1j * y + turns * arms, x + 1j * y + turns * bend
+
+
+def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: ConnectSettings) -> np.ndarray:
+    """(N,) bool: which candidates stay inside the image and `clearance_px` away from themselves and from the points `taken`."""
+    clearance, rim = settings.clearance_px, settings.marker_px / 2 + 1
+    parts = np.stack([arms.real, arms.imag])
+    fitting = ((parts >= rim) & (parts <= settings.image_size - 1 - rim)).all(axis=(0, 2, 3))
+    chosen = np.flatnonzero(fitting)
+    centres = bends[chosen].mean(axis=(1, 2))[:, None]
+    arms, bends = arms[chosen, :, ::_COARSE], bends[chosen, :, ::_COARSE]
+    points = arms.reshape(len(chosen), 4 * arms.shape[2])
+    number = np.arange(points.shape[1])
+    along = number % arms.shape[2] * (_COARSE / _SAMPLES_A_PX)
+    near = (np.abs(along[:, None] - along) < 2 * clearance) & (number[:, None] // arms.shape[2] == number // arms.shape[2])
+    fitting[chosen] = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
+    fitting[chosen] &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
+    points = np.concatenate([points, bends.reshape(len(chosen), 4 * bends.shape[2])], axis=1)
+    fitting[chosen] &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))
+    return fitting
+
+
+def _draw(canvas: np.ndarray, paths: np.ndarray, settings: ConnectSettings) -> None:
+    """Ink the dashes of paths (K, P), each of which begins in the middle of a gap."""
+    along = np.arange(paths.shape[1]) / _SAMPLES_A_PX - settings.gap_px / 2
+    _stamp(canvas, paths[:, along % (settings.dash_px + settings.gap_px) <= settings.dash_px], settings.thickness_px)
+
+
+def _stamp(canvas: np.ndarray, centres: np.ndarray, diameter_px: float) -> None:
+    """Cover the pixels under discs, in part at their rims."""
+    reach = int(diameter_px / 2 + 1.5)
+    window = np.arange(-reach, reach + 1)
+    centres = centres.reshape(-1, 1, 1)
+    x, y = np.rint(centres.real) + window, np.rint(centres.imag) + window[:, None]
+    cover = np.clip(diameter_px / 2 + 0.5 - np.abs(x + 1j * y - centres), 0, 1)
+    np.maximum.at(canvas, (y.astype(int), x.astype(int)), cover)
