@@ -23,7 +23,7 @@ CLASSES = ("apart", "joined")
 _QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exactly, as exp(1j * angle) is not
 _SAMPLES_A_PX = 2
 _COARSE = 4  # of the samples, every so many are looked at for clearance
-_CANDIDATES, _TRIES = 32, 200  # at once, and how often
+_CANDIDATES, _PROPOSALS, _TRIES = 32, 8, 100  # at once; how often beside the curves that lie there, and with all of them anew
 
 
 def write_connect(root: Path, settings: ConnectSettings) -> None:
@@ -65,34 +65,42 @@ def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray
     return np.rint(255 * canvas).astype(np.uint8)
 
 
+def pair_numbers(names: np.ndarray) -> np.ndarray:
+    """(N,) the pair of each image of a split, by its file name: a loader's `groups`, which bring both of a pair into one batch."""
+    return np.unique(names, return_inverse=True)[1]
+
+
 def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
     """Arms (4, P) and possible bends (4, Q) of each two curves, those with the markers first.
 
-    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arm k runs from bends k - 1 and k outwards.
+    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arms run outwards, bend k from arm k to k + 1.
 
     Raises:
         UserError: they do not fit into an image.
     """
-    placed: list[tuple[np.ndarray, np.ndarray]] = []
-    for _ in range(1 + settings.distractors):
-        dashes = rng.integers(*settings.dashes, endpoint=True)
-        taken = np.concatenate([points.ravel()[::_COARSE] for pair in placed for points in pair] or [np.empty(0)])
-        for _ in range(_TRIES):
-            arms, bends = _propose(rng, dashes, settings)
-            fitting = _fits(arms, bends, taken, settings)
-            if fitting.any():
-                placed.append((arms[fitting.argmax()], bends[fitting.argmax()]))
+    lengths = [rng.integers(*settings.dashes, endpoint=True), *[settings.dashes[0]] * settings.distractors]
+    for _ in range(_TRIES):
+        placed: list[tuple[np.ndarray, np.ndarray]] = []
+        for dashes in lengths:
+            taken = np.concatenate([points.ravel()[::_COARSE] for pair in placed for points in pair] or [np.empty(0)])
+            for _ in range(_PROPOSALS):
+                arms, bends = _propose(rng, dashes, settings)
+                fitting = _fits(arms, bends, taken, settings)
+                if fitting.any():
+                    placed.append((arms[fitting.argmax()], bends[fitting.argmax()]))
+                    break
+            else:
                 break
         else:
-            raise UserError(
-                f"connect: {2 * len(placed) + 2} curves of up to {2 * settings.dashes[1] + 1} dashes do not fit into {settings.image_size} "
-                f"pixels, tried {_TRIES * _CANDIDATES:,} times; take fewer distractors, fewer dashes or a larger image_size"
-            )
-    return placed
+            return placed
+    raise UserError(
+        f"connect: {2 * len(lengths)} curves with arms of {settings.dashes[0]} to {settings.dashes[1]} dashes do not fit into "
+        f"{settings.image_size} pixels, tried {_TRIES} times; take fewer distractors, fewer or shorter dashes, or a larger image_size"
+    )
 
 
 def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
+    """Candidates inside the image: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
     period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
     along = np.arange(_SAMPLES_A_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_A_PX
     knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
@@ -100,28 +108,30 @@ def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -
     steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_A_PX) / _SAMPLES_A_PX
     arms = radius + np.cumsum(steps, axis=2) - steps[:, :, :1]
     bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_A_PX * period + 1)))
-    turns = np.exp(1j * rng.uniform(0, 2 * np.pi, (_CANDIDATES, 1, 1))) * _QUARTER_TURNS
+    tilt = np.radians(45 + rng.uniform(-settings.tilt_degrees, settings.tilt_degrees, (_CANDIDATES, 1, 1)))
+    turns = np.exp(1j * tilt) * 1j ** rng.integers(4, size=(_CANDIDATES, 1, 1)) * _QUARTER_TURNS
+    arms, bends = turns * arms, turns * bend
+    ends, rim = np.stack([arms.real, arms.imag]), settings.marker_px / 2 + 1
+    low, high = np.ceil(rim - ends.min(axis=(2, 3))), np.floor(settings.image_size - 1 - rim - ends.max(axis=(2, 3)))
+    inside = (low <= high).all(axis=0)
     # whole pixels, so that a bend that is turned by a quarter has the same pixels, turned
-    x, y = rng.integers(settings.image_size, size=(2, _CANDIDATES, 1, 1))
-    return x + 1j * y + turns * arms, x + 1j * y + turns * bend
+    x, y = rng.integers(low[:, inside].astype(int), high[:, inside].astype(int), endpoint=True)[..., None, None]
+    return x + 1j * y + arms[inside], x + 1j * y + bends[inside]
 
 
 def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: ConnectSettings) -> np.ndarray:
-    """(N,) bool: which candidates stay inside the image and `clearance_px` away from themselves and from the points `taken`."""
-    clearance, rim = settings.clearance_px, settings.marker_px / 2 + 1
-    parts = np.stack([arms.real, arms.imag])
-    fitting = ((parts >= rim) & (parts <= settings.image_size - 1 - rim)).all(axis=(0, 2, 3))
-    chosen = np.flatnonzero(fitting)
-    centres = bends[chosen].mean(axis=(1, 2))[:, None]
-    arms, bends = arms[chosen, :, ::_COARSE], bends[chosen, :, ::_COARSE]
-    points = arms.reshape(len(chosen), 4 * arms.shape[2])
+    """(N,) bool: which candidates stay `clearance_px` away from themselves and from the points `taken`."""
+    clearance, count = settings.clearance_px, len(arms)
+    centres = bends.mean(axis=(1, 2))[:, None]
+    arms, bends = arms[:, :, ::_COARSE], bends[:, :, ::_COARSE]
+    points = arms.reshape(count, 4 * arms.shape[2])
     number = np.arange(points.shape[1])
     along = number % arms.shape[2] * (_COARSE / _SAMPLES_A_PX)
     near = (np.abs(along[:, None] - along) < 2 * clearance) & (number[:, None] // arms.shape[2] == number // arms.shape[2])
-    fitting[chosen] = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
-    fitting[chosen] &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
-    points = np.concatenate([points, bends.reshape(len(chosen), 4 * bends.shape[2])], axis=1)
-    fitting[chosen] &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))
+    fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
+    fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
+    points = np.concatenate([points, bends.reshape(count, 4 * bends.shape[2])], axis=1)
+    fitting &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))
     return fitting
 
 

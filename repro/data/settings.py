@@ -113,7 +113,8 @@ class ConnectSettings:
         curvature: largest, in 1/pixel.
         clearance_px: least distance between the middles of two curves, and between far parts of one.
         marker_px: diameter of the markers.
-        distractors: pairs of curves without markers.
+        distractors: further pairs of curves, without markers and with the fewest dashes.
+        tilt_degrees: how far the arms may be turned from the diagonals of the image; 45 leaves them all angles.
         seed: of the drawing.
     """
 
@@ -128,6 +129,7 @@ class ConnectSettings:
     clearance_px: float = bounded(7.0, gt=0)
     marker_px: float = bounded(6.0, ge=3)
     distractors: int = bounded(0, ge=0)
+    tilt_degrees: float = bounded(45.0, ge=0, le=45)
     seed: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
