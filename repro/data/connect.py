@@ -23,7 +23,7 @@ CLASSES = ("apart", "joined")
 _QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exactly, as exp(1j * angle) is not
 _SAMPLES_A_PX = 2
 _COARSE = 4  # of the samples, every so many are looked at for clearance
-_CANDIDATES, _PROPOSALS, _TRIES = 32, 8, 100  # at once; how often beside the curves that lie there, and with all of them anew
+_CANDIDATES, _PROPOSALS, _TRIES = 32, 8, 40  # at once; how often beside the curves that lie there, and with all of them anew
 
 
 def write_connect(root: Path, settings: ConnectSettings) -> None:

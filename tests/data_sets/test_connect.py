@@ -16,12 +16,14 @@ from torch import nn
 from repro.core.config import build, load_section
 from repro.core.errors import UserError
 from repro.core.paths import Paths
+from repro.core.ranks import Ranks
 from repro.core.runtime import Runtime
 from repro.data.connect import draw_pair, write_connect
 from repro.data.imagenet import ImageFolder, eval_transform
 from repro.data.loader import EvalLoader
 from repro.data.manifest import open_root, read_manifest
 from repro.data.settings import ConnectSettings, TransformSettings
+from stages import pretrain
 from stages.prepare_data import PrepareData, run
 
 ROOT = Path(__file__).parents[2]
@@ -59,10 +61,13 @@ def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.nda
     blobs, markers = label(binary_erosion(ink, disc(settings.thickness_px / 2 + 1)))
     assert markers == 2
     middles = np.array(center_of_mass(ink, blobs, (1, 2)))
+    y, x = np.indices(ink.shape)
+    away = [np.hypot(y - middle[0], x - middle[1]) for middle in middles]
+    strokes = ink & (np.minimum(*away) > settings.marker_px / 2 + 1)
     # the gaps between dashes close, those between curves do not
-    curves, number = label(binary_dilation(ink, disc((settings.gap_px - settings.thickness_px + 1) / 2)))
-    first, second = (curves[tuple(middle)] for middle in np.rint(middles).astype(int))
-    return dashes, number, middles, first == second
+    curves, number = label(binary_dilation(strokes, disc((settings.gap_px - settings.thickness_px + 2) / 2)))
+    first, second = (curves.ravel()[np.where(curves, distance, np.inf).argmin()] for distance in away)
+    return dashes, number, middles, bool(first == second)
 
 
 def test_files_depend_on_the_settings_alone(tmp_path):
@@ -157,6 +162,23 @@ def test_stage_writes_it_and_training_writes_it_again(tmp_path):
     assert np.array_equal(images.numpy(), np.broadcast_to(drawn.swapaxes(0, 1).reshape(8, 1, 96, 96), (8, 3, 96, 96)))
 
 
+def test_training_sees_both_of_a_pair_in_one_batch(tmp_path):
+    paths, runtime = Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"}, device="cpu")
+    cell = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
+    run(build(PrepareData, cell, "x"), paths, runtime, "connect")
+    recipe = {
+        "model": "vittt_nano_patch16_144", "options": {"depth": 1}, "data": "connect", "seed": 0, "epochs": 1, "batch_size": 4, "drop_path": 0.0,
+        "precision": "fp32", "mix": {"mixup": 0, "cutmix": 0}, "optim": {"lr": 1e-3, "lr_batch_size": 4, "warmup_epochs": 0}, "transform": {"image_size": 96, "scale": [1, 1]},
+    }  # fmt: skip
+    made = pretrain._made(build(pretrain.PretrainParams, recipe, "x"), paths, runtime, "pretrain", "x", Ranks())[0]
+    seen = []
+    for number in range(3):
+        files = [Path(name) for name in made.task.describe(0, number)]
+        assert all(a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"} for a, b in zip(files[::2], files[1::2], strict=True))
+        seen += files
+    assert len(set(seen)) == 12
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -175,6 +197,6 @@ def test_bad_settings(changes, message):
 
 @pytest.mark.parametrize("changes", [{"dashes": (7, 7)}, {"distractors": 9}])
 def test_curves_that_do_not_fit(changes, tmp_path):
-    with pytest.raises(UserError, match=r"do not fit into 96 pixels, tried 100 times; take fewer distractors, fewer or shorter dashes, or a larger"):
+    with pytest.raises(UserError, match=r"do not fit into 96 pixels, tried 40 times; take fewer distractors, fewer or shorter dashes, or a larger"):
         write_connect(tmp_path / "connect", ConnectSettings(**SMALL | changes))
     assert not os.listdir(tmp_path)
