@@ -5,9 +5,9 @@ neighbours. Markers lie on the ends of arms 0 and 1. `joined` has a bend between
 same turned by 90 degrees, between 1 and 2, and between 3 and 0.
 
 Images are drawn in such pairs, which differ in these two dashes only. So positions of markers, lengths of curves, dashes and ink
-of the classes are equal, not merely alike. Nothing outside the bend tells the class, nor does the bend alone, whose angle is
-uniform: it takes the bend and the arms that lead from it to the markers. Distractors are more such curves without markers, the
-same in both images.
+of the classes are equal, not merely alike. Nothing outside the bend tells the class, nor does the bend alone, since the markers lie
+on any two neighbouring arms with the same chance: it takes the bend and the arms that lead from it to the markers. Distractors are
+more such curves without markers, the same in both images.
 """
 
 from pathlib import Path
