@@ -73,7 +73,8 @@ def pair_numbers(names: np.ndarray) -> np.ndarray:
 def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
     """Arms (4, P) and possible bends (4, Q) of each two curves, those with the markers first.
 
-    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arms run outwards, bend k from arm k to k + 1.
+    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arms run outwards, bend k joins arms k
+    and k + 1.
 
     Raises:
         UserError: they do not fit into an image.
