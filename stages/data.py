@@ -19,12 +19,12 @@ def group() -> None:
 
 @app.command()
 def check(
-    kind: Annotated[str, typer.Argument(help="imagenet, coco, ade20k or digits.")],
+    kind: Annotated[str, typer.Argument(help="imagenet, coco, ade20k, digits or connect.")],
     root: Annotated[Path, typer.Argument(help="The folder that holds the data set.")],
     full: Annotated[bool, typer.Option("--full", help="Decode every file and not a sample.")] = False,
     sample: Annotated[int, typer.Option(min=0, help="How many images to decode.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
-    speed: Annotated[bool, typer.Option("--speed", help="Time the training loader, too (imagenet and digits).")] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Time the training loader, too (not coco, ade20k).")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; without it, one for each usable core.")] = None,
 ) -> None:
     """Check layout, counts, annotations and files of a data set; a line for each finding, exit code 1 if there is an error."""
@@ -35,13 +35,13 @@ def run_check(kind: str, root: Path, *, full: bool, sample: int, seed: int, spee
     """Print the findings, and with `speed` the loader's speed. Nothing is written.
 
     Raises:
-        UserError: an unknown kind, no such root, or `speed` for another kind than imagenet and digits.
+        UserError: an unknown kind, no such root, or `speed` of coco or ade20k.
         RunError: errors were found.
     """
     from repro.data.check import Depth, Report, check_root
 
     if speed and kind in ("coco", "ade20k"):
-        raise UserError(f"--speed: times the loader of imagenet and digits, not of {kind}; leave it out")
+        raise UserError(f"--speed: times the loader of classification, not of {kind}; leave it out")
     report = Report(lambda line: print(line, flush=True))
     check_root(kind, root, Depth(full=full, sample=sample, seed=seed, workers=workers), report)
     warned = f"{report.warnings} warning{'s' if report.warnings != 1 else ''}"

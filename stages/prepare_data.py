@@ -10,7 +10,7 @@ from repro.core.config import load_section, section_keys
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, load_runtime
-from repro.data.settings import DigitsSettings, ExpectedCounts, ScenesSettings
+from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,26 +18,28 @@ class PrepareData:
     """One cell of the `prepare_data` section. The root is `runtime.data_roots.<kind>`.
 
     Args:
-        kind: `digits` and `scenes` are written by this stage, the others must be there.
+        kind: `digits`, `scenes` and `connect` are written by this stage, the others must be there.
         expected: what the data set must hold.
         generate: how `digits` is written; only there.
         draw: how `scenes` is written; only there.
+        curves: how `connect` is written; only there.
     """
 
-    kind: Literal["digits", "imagenet", "scenes", "coco", "ade20k"]
+    kind: Literal["digits", "imagenet", "scenes", "coco", "ade20k", "connect"]
     expected: ExpectedCounts
     generate: DigitsSettings | None = None
     draw: ScenesSettings | None = None
+    curves: ConnectSettings | None = None
 
     def __post_init__(self) -> None:
-        for key, kind in (("generate", "digits"), ("draw", "scenes")):
+        for key, kind in (("generate", "digits"), ("draw", "scenes"), ("curves", "connect")):
             if (self.kind == kind) != (getattr(self, key) is not None):
                 raise ValueError(f"{key}: needed for kind {kind}, and for no other")
 
     @property
     def embedded(self) -> bool:
         """Whether this stage writes the data set."""
-        return self.kind in ("digits", "scenes")
+        return self.kind in ("digits", "scenes", "connect")
 
 
 def command(
@@ -56,6 +58,7 @@ def run(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
     Raises:
         UserError: the data set is missing, badly laid out or not what `expected` says.
     """
+    from repro.data.connect import write_connect
     from repro.data.dense import build_dense_manifest
     from repro.data.digits import write_digits
     from repro.data.manifest import build_manifest, check_expected, write_manifest
@@ -68,8 +71,10 @@ def run(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
         write_digits(root, params.generate)
     if params.draw is not None:
         write_scenes(root, params.draw)
-    if params.kind in ("digits", "imagenet"):
-        manifest = build_manifest(scan_tree(root, params.kind), params.kind, params.generate)
+    if params.curves is not None:
+        write_connect(root, params.curves)
+    if params.kind in ("digits", "imagenet", "connect"):
+        manifest = build_manifest(scan_tree(root, params.kind), params.kind, params.generate or params.curves)
     else:
         manifest = build_dense_manifest(root, params.kind, params.draw)
     check_expected(manifest, root, params.expected, f"prepare_data.{cell}.expected")

@@ -197,6 +197,7 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
     """What a run is made of, the images that go through the model at once, and the kind of the data."""
     import torch
 
+    from repro.data.connect import pair_numbers
     from repro.data.imagenet import ImageFolder, eval_transform, train_transform
     from repro.data.loader import EvalLoader, TrainLoader
     from repro.data.manifest import open_root, read_manifest
@@ -231,7 +232,8 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
     train_set = ImageFolder(tree, "train", train_transform(params.transform), seed=params.seed, max_unreadable=params.max_unreadable)
     val_set = ImageFolder(tree, "val", eval_transform(params.transform))
     here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
-    train = TrainLoader(train_set, batch_size=share, seed=params.seed, **here)
+    groups = pair_numbers(tree.splits["train"].names) if manifest.kind == "connect" else None
+    train = TrainLoader(train_set, batch_size=share, seed=params.seed, groups=groups, **here)
     val = EvalLoader(val_set, batch_size=micro, **here)
     task = Classification(
         model, train, val, batch_size=params.batch_size, transform=params.transform, mix=params.mix, num_classes=len(tree.classes),

@@ -22,6 +22,7 @@ from ..core.errors import RunError, UserError
 HOLDS = {
     "imagenet": "train/<wnid>/ and val/<wnid>/",
     "digits": "train/digit_<0-9>/ and val/digit_<0-9>/",
+    "connect": "train/{apart,joined}/ and val/{apart,joined}/",
     "coco": "train2017/, val2017/ and annotations/",
     "ade20k": "ADEChallengeData2016, or is that folder,",
 }
@@ -151,9 +152,9 @@ def check_root(kind: str, root: Path, depth: Depth, report: Report) -> None:
 
         check_ade20k(root, report, depth)
     else:
-        from .check_tree import check_digits, check_imagenet
+        from .check_tree import check_connect, check_digits, check_imagenet
 
-        (check_imagenet if kind == "imagenet" else check_digits)(root, report, depth)
+        {"imagenet": check_imagenet, "digits": check_digits, "connect": check_connect}[kind](root, report, depth)
 
 
 def choose(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:

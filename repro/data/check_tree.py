@@ -1,4 +1,4 @@
-"""The check of ImageNet-1K, in folders or archives, and of the embedded digits: <root>/{train,val}/<class>/<image>."""
+"""The check of ImageNet-1K, in folders or archives, and of the embedded digits and connect: <root>/{train,val}/<class>/<image>."""
 
 import functools
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..core.errors import UserError
 from .check import Depth, Progress, Report, choose, inspect, list_folder, of_all, reason
+from .connect import CLASSES
 from .imagenet import read_rgb
 from .manifest import IMAGENET_1K
 from .settings import ExpectedCounts
@@ -75,6 +76,18 @@ def check_digits(root: Path, report: Report, depth: Depth, *, expected: Expected
         found = sum(len(files) for folders in splits.values() for files in folders.values())
         report.counts("train/ and val/", found, expected.train + expected.val, "images together", advice)
     _check_same_classes(root, splits, report)
+    _check_files(root, splits, archived, report, depth, advice)
+
+
+def check_connect(root: Path, report: Report, depth: Depth) -> None:
+    """Check the embedded connectivity task; arguments and errors as `check_imagenet`. Its counts are settings, its pairs are whole."""
+    advice = "remove the folder and run `repro prepare-data`, which writes it anew"
+    splits, archived = _read_splits(root, report, "connect")
+    for split, folders in splits.items():
+        if _check_classes(root / split, folders, CLASSES, len(CLASSES), report):
+            apart, joined = (set(folders[name]) for name in CLASSES)
+            report.ok(f"{split}/: {len(apart & joined):,} pairs")
+            report.error_each([(f"{split}/", f"{name} is in one class alone") for name in sorted(apart ^ joined)], advice)
     _check_files(root, splits, archived, report, depth, advice)
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from ..core.config import build
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
+from .connect import write_connect
 from .digits import write_digits
-from .settings import DigitsSettings, ExpectedCounts, ScenesSettings
+from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
 from .tree import SPLITS, Tree, scan_tree
 
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
@@ -62,6 +63,14 @@ class Manifest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ConnectManifest(Manifest):
+    """The same of `connect`."""
+
+    kind: Literal["connect"]
+    generated: ConnectSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseManifest(Manifest):
     """The same of a data set for detection or segmentation; see `dense`.
 
@@ -78,14 +87,14 @@ class DenseManifest(Manifest):
     generated: ScenesSettings | None
 
 
-def build_manifest(tree: Tree, kind: str, generated: DigitsSettings | None = None) -> Manifest:
+def build_manifest(tree: Tree, kind: str, generated: DigitsSettings | ConnectSettings | None = None) -> Manifest:
     """The manifest of a scanned tree.
 
     Raises:
         UserError: an `imagenet` root with a class folder that is no ImageNet-1K wnid.
     """
     splits = {split: _record_split(tree, split) for split in SPLITS}
-    return Manifest(
+    return (ConnectManifest if kind == "connect" else Manifest)(
         kind=kind,
         classes={name: index for index, name in enumerate(tree.classes)},
         splits=splits,
@@ -111,8 +120,9 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise UserError(f"{path}: no such manifest; run `repro prepare-data` first")
     content = read_json(path)
-    dense = isinstance(content, dict) and content.get("kind") in ("coco", "ade20k", "scenes")
-    return build(DenseManifest if dense else Manifest, content, str(path))
+    kind = str(content.get("kind")) if isinstance(content, dict) else ""
+    classes = {"connect": ConnectManifest, **dict.fromkeys(("coco", "ade20k", "scenes"), DenseManifest)}
+    return build(classes.get(kind, Manifest), content, str(path))
 
 
 def open_root(root: Path, manifest: Manifest) -> Tree:
@@ -125,9 +135,9 @@ def open_root(root: Path, manifest: Manifest) -> Tree:
         UserError: the root is missing (`imagenet`), badly laid out, or not what the manifest says; or it is one of `dense`.
     """
     if isinstance(manifest, DenseManifest):
-        raise UserError(f"{root}: {manifest.kind} has no class folders; choose a prepare_data cell of kind digits or imagenet")
+        raise UserError(f"{root}: {manifest.kind} has no class folders; choose a prepare_data cell of kind digits, connect or imagenet")
     if manifest.generated is not None and not root.exists():
-        write_digits(root, manifest.generated)
+        (write_connect if manifest.kind == "connect" else write_digits)(root, manifest.generated)
     tree = scan_tree(root, manifest.kind)
     verify(tree, manifest)
     return tree

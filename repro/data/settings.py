@@ -1,6 +1,7 @@
 """The parts of params sections that concern data. Imports nothing heavy: the stage modules need these for `--help`."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -98,6 +99,58 @@ class ScenesSettings:
     seed: int = bounded(0, ge=0)
     val_fraction: float = bounded(0.2, gt=0, le=0.9)
     split_seed: int = bounded(0, ge=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConnectSettings:
+    """How the embedded `connect` data set is drawn; see `connect`.
+
+    Args:
+        image_size: side of the images in pixels, a multiple of the models' patch of 16.
+        train_pairs, val_pairs: half the number of images.
+        dashes: [fewest, most] of an arm; a curve is two arms and a dash that joins them.
+        dash_px, gap_px, thickness_px: along and across a curve, from middle to middle of its round pen.
+        curvature: largest, in 1/pixel.
+        clearance_px: least distance between the middles of two curves, and between far parts of one.
+        marker_px: diameter of the markers.
+        distractors: further pairs of curves, without markers and with the fewest dashes.
+        tilt_degrees: how far the arms may be turned from the diagonals of the image; 45 leaves them all angles.
+        seed: of the drawing.
+    """
+
+    image_size: int = bounded(ge=64)
+    train_pairs: int = bounded(ge=1)
+    val_pairs: int = bounded(ge=1)
+    dashes: tuple[int, ...] = bounded(ge=1)
+    dash_px: int = bounded(10, ge=1)
+    gap_px: int = bounded(4, ge=2)
+    thickness_px: float = bounded(2.0, ge=1)
+    curvature: float = bounded(0.05, ge=0)
+    clearance_px: float = bounded(7.0, gt=0)
+    marker_px: float = bounded(6.0, ge=3)
+    distractors: int = bounded(0, ge=0)
+    tilt_degrees: float = bounded(45.0, ge=0, le=45)
+    seed: int = bounded(0, ge=0)
+
+    def __post_init__(self) -> None:
+        if self.image_size % 16:
+            raise ValueError(f"image_size: expected a multiple of 16, got {self.image_size}")
+        if len(self.dashes) != 2 or self.dashes[0] > self.dashes[1]:
+            raise ValueError(f"dashes: expected [fewest, most], got {list(self.dashes)}")
+        if self.gap_px < self.thickness_px + 1:
+            raise ValueError(f"gap_px: expected at least thickness_px + 1 = {self.thickness_px + 1:g}, or dashes touch, got {self.gap_px}")
+        if not self.marker_px + 1 <= self.clearance_px <= 0.8 * self.bend_radius_px:
+            raise ValueError(
+                f"clearance_px: expected marker_px + 1 = {self.marker_px + 1:g} to {0.8 * self.bend_radius_px:.1f}, "
+                f"what two bends of dash_px + gap_px leave, got {self.clearance_px:g}"
+            )
+        if self.curvature * self.clearance_px > 1:
+            raise ValueError(f"curvature: expected at most 1 / clearance_px = {1 / self.clearance_px:.3g}, got {self.curvature:g}")
+
+    @property
+    def bend_radius_px(self) -> float:
+        """A bend is a quarter of a circle, and one dash and gap long."""
+        return 2 * (self.dash_px + self.gap_px) / math.pi
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,10 @@ from repro.data import check as check_module
 from repro.data.check import Depth, Progress, Report, check_root, choose, inspect
 from repro.data.check_dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check_speed import TRANSFORM, Speed, measure_speed
-from repro.data.check_tree import check_digits, check_imagenet
+from repro.data.check_tree import check_connect, check_digits, check_imagenet
+from repro.data.connect import write_connect
 from repro.data.digits import write_digits
-from repro.data.settings import DigitsSettings, ExpectedCounts, TransformSettings
+from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
 
 ROOT = Path(__file__).parents[2]
 WNIDS = ("n01440764", "n01443537", "n01484850")  # timm's classes 0, 1 and 2
@@ -213,6 +214,16 @@ def test_digits(tmp_path):
     next((tmp_path / "digits" / "val" / "digit_3").iterdir()).unlink()
     lines, errors, _ = findings(check_digits, tmp_path / "digits", depth)
     assert errors == 1 and "1,796 images together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
+
+
+def test_connect(tmp_path):
+    root = tmp_path / "connect"
+    write_connect(root, ConnectSettings(image_size=96, train_pairs=3, val_pairs=2, dashes=(1, 1)))
+    lines, errors, warnings = findings(check_connect, root, Depth(full=True))
+    assert (errors, warnings) == (0, 0) and "ok       train/: 3 pairs" in lines
+    (root / "val/joined/pair_00001.png").unlink()
+    lines, errors, _ = findings(check_connect, root, Depth(full=True))
+    assert errors == 1 and "val/: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
 
 
 # COCO: 3 training images with 4 instances and 2 validation images with 2, categories of COCO's numbering

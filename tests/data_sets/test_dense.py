@@ -142,7 +142,7 @@ def test_kinds_are_not_taken_for_one_another(scenes, root):
     with pytest.raises(UserError, match="digits is not laid out as coco; choose a prepare_data cell of kind coco or scenes"):
         open_dense(root, folders, "coco")
     manifest = build_dense_manifest(scenes, "scenes", SMALL)
-    with pytest.raises(UserError, match="scenes has no class folders; choose a prepare_data cell of kind digits or imagenet"):
+    with pytest.raises(UserError, match="scenes has no class folders; choose a prepare_data cell of kind digits, connect or imagenet"):
         open_root(scenes, manifest)
     with pytest.raises(UserError, match="coco is not laid out as ade20k"):
         open_dense(scenes / "coco", dataclasses.replace(manifest, kind="coco"), "ade20k")

@@ -60,7 +60,7 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
     [
         ({"generate": None}, "generate: needed for kind digits"),
         ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
-        ({"kind": "imagnet"}, "is not one of digits, imagenet, scenes, coco, ade20k; did you mean 'imagenet'"),
+        ({"kind": "imagnet"}, "is not one of digits, imagenet, scenes, coco, ade20k, connect; did you mean 'imagenet'"),
         ({"expected": {"classes": 10, "train": 0, "val": 1}}, r"expected\.train: 0 is out of range"),
     ],
 )

@@ -1,0 +1,152 @@
+"""The embedded connectivity task, in the manner of Pathfinder: do two markers lie on the ends of the same dashed curve?
+
+Two curves come close to each other at a bend and part again: four arms leave it at right angles, and each curve joins two that are
+neighbours. Markers lie on the ends of arms 0 and 1. `joined` has a bend between 0 and 1, and one between 2 and 3; `apart` has the
+same turned by 90 degrees, between 1 and 2, and between 3 and 0.
+
+Images are drawn in such pairs, which differ in these two dashes only. So positions of markers, lengths of curves, dashes and ink
+of the classes are equal, not merely alike. Nothing outside the bend tells the class, nor does the bend alone, since the markers lie
+on any two neighbouring arms with the same chance: it takes the bend and the arms that lead from it to the markers. Distractors are
+more such curves without markers, the same in both images.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ..core.errors import UserError
+from .embedded import new_tree
+from .settings import ConnectSettings
+
+CLASSES = ("apart", "joined")
+_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exactly, as exp(1j * angle) is not
+_SAMPLES_A_PX = 2
+_COARSE = 4  # of the samples, every so many are looked at for clearance
+_CANDIDATES, _PROPOSALS, _TRIES = 32, 8, 40  # at once; how often beside the curves that lie there, and with all of them anew
+
+
+def write_connect(root: Path, settings: ConnectSettings) -> None:
+    """Write `root/{train,val}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
+
+    Images of one name in the two class folders are a pair. The same settings give the same bytes.
+
+    Raises:
+        UserError: `root` holds something that this function did not write, or the curves do not fit into an image.
+    """
+    with new_tree(root, "connect", settings) as tree:
+        for split in ("train", "val"):
+            for name in CLASSES:
+                (tree / split / name).mkdir(parents=True)
+            for number in range(getattr(settings, f"{split}_pairs")):
+                # a generator for each pair: more pairs leave the first ones as they are
+                rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
+                for name, pixels in zip(CLASSES, draw_pair(rng, settings)):
+                    # stored, not deflated, as those of `digits` are
+                    Image.fromarray(pixels).save(tree / split / name / f"pair_{number:05d}.png", compress_level=0)
+
+
+def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
+    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`.
+
+    Raises:
+        UserError: the curves do not fit into an image.
+    """
+    (arms, bends), *others = place_curves(rng, settings)
+    shared = np.zeros((settings.image_size, settings.image_size))
+    _draw(shared, arms, settings)
+    _stamp(shared, arms[:2, -1], settings.marker_px)
+    for other_arms, other_bends in others:
+        _draw(shared, other_arms, settings)
+        _draw(shared, other_bends[rng.integers(2) :: 2], settings)
+    canvas = np.stack([shared, shared])
+    for image, first in zip(canvas, (1, 0)):
+        _draw(image, bends[first::2], settings)
+    return np.rint(255 * canvas).astype(np.uint8)
+
+
+def pair_numbers(names: np.ndarray) -> np.ndarray:
+    """(N,) the pair of each image of a split, by its file name: a loader's `groups`, which bring both of a pair into one batch."""
+    return np.unique(names, return_inverse=True)[1]
+
+
+def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arms (4, P) and possible bends (4, Q) of each two curves, those with the markers first.
+
+    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arms run outwards, bend k joins arms k
+    and k + 1.
+
+    Raises:
+        UserError: they do not fit into an image.
+    """
+    lengths = [rng.integers(*settings.dashes, endpoint=True), *[settings.dashes[0]] * settings.distractors]
+    for _ in range(_TRIES):
+        placed: list[tuple[np.ndarray, np.ndarray]] = []
+        for dashes in lengths:
+            taken = np.concatenate([points.ravel()[::_COARSE] for pair in placed for points in pair] or [np.empty(0)])
+            for _ in range(_PROPOSALS):
+                arms, bends = _propose(rng, dashes, settings)
+                fitting = _fits(arms, bends, taken, settings)
+                if fitting.any():
+                    placed.append((arms[fitting.argmax()], bends[fitting.argmax()]))
+                    break
+            else:
+                break
+        else:
+            return placed
+    raise UserError(
+        f"connect: {2 * len(lengths)} curves with arms of {settings.dashes[0]} to {settings.dashes[1]} dashes do not fit into "
+        f"{settings.image_size} pixels, tried {_TRIES} times; take fewer distractors, fewer or shorter dashes, or a larger image_size"
+    )
+
+
+def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates inside the image: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
+    period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
+    along = np.arange(_SAMPLES_A_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_A_PX
+    knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
+    curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
+    steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_A_PX) / _SAMPLES_A_PX
+    arms = radius + np.cumsum(steps, axis=2) - steps[:, :, :1]
+    bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_A_PX * period + 1)))
+    tilt = np.radians(45 + rng.uniform(-settings.tilt_degrees, settings.tilt_degrees, (_CANDIDATES, 1, 1)))
+    turns = np.exp(1j * tilt) * 1j ** rng.integers(4, size=(_CANDIDATES, 1, 1)) * _QUARTER_TURNS
+    arms, bends = turns * arms, turns * bend
+    ends, rim = np.stack([arms.real, arms.imag]), settings.marker_px / 2 + 1
+    low, high = np.ceil(rim - ends.min(axis=(2, 3))), np.floor(settings.image_size - 1 - rim - ends.max(axis=(2, 3)))
+    inside = (low <= high).all(axis=0)
+    # whole pixels, so that a bend that is turned by a quarter has the same pixels, turned
+    x, y = rng.integers(low[:, inside].astype(int), high[:, inside].astype(int), endpoint=True)[..., None, None]
+    return x + 1j * y + arms[inside], x + 1j * y + bends[inside]
+
+
+def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: ConnectSettings) -> np.ndarray:
+    """(N,) bool: which candidates stay `clearance_px` away from themselves and from the points `taken`."""
+    clearance, count = settings.clearance_px, len(arms)
+    centres = bends.mean(axis=(1, 2))[:, None]
+    arms, bends = arms[:, :, ::_COARSE], bends[:, :, ::_COARSE]
+    points = arms.reshape(count, 4 * arms.shape[2])
+    number = np.arange(points.shape[1])
+    along = number % arms.shape[2] * (_COARSE / _SAMPLES_A_PX)
+    near = (np.abs(along[:, None] - along) < 2 * clearance) & (number[:, None] // arms.shape[2] == number // arms.shape[2])
+    fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
+    fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
+    points = np.concatenate([points, bends.reshape(count, 4 * bends.shape[2])], axis=1)
+    fitting &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))
+    return fitting
+
+
+def _draw(canvas: np.ndarray, paths: np.ndarray, settings: ConnectSettings) -> None:
+    """Ink the dashes of paths (K, P), each of which begins in the middle of a gap."""
+    along = np.arange(paths.shape[1]) / _SAMPLES_A_PX - settings.gap_px / 2
+    _stamp(canvas, paths[:, along % (settings.dash_px + settings.gap_px) <= settings.dash_px], settings.thickness_px)
+
+
+def _stamp(canvas: np.ndarray, centres: np.ndarray, diameter_px: float) -> None:
+    """Cover the pixels under discs, in part at their rims."""
+    reach = int(diameter_px / 2 + 1.5)
+    window = np.arange(-reach, reach + 1)
+    centres = centres.reshape(-1, 1, 1)
+    x, y = np.rint(centres.real) + window, np.rint(centres.imag) + window[:, None]
+    cover = np.clip(diameter_px / 2 + 0.5 - np.abs(x + 1j * y - centres), 0, 1)
+    np.maximum.at(canvas, (y.astype(int), x.astype(int)), cover)

@@ -1,0 +1,202 @@
+"""connect against counts and labels that scipy finds in its pixels, and against models that look for a shortcut."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.ndimage import binary_dilation, binary_erosion, center_of_mass, label
+from sklearn.linear_model import RidgeClassifier
+from torch import nn
+
+from repro.core.config import build, load_section
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.core.ranks import Ranks
+from repro.core.runtime import Runtime
+from repro.data.connect import draw_pair, write_connect
+from repro.data.imagenet import ImageFolder, eval_transform
+from repro.data.loader import EvalLoader
+from repro.data.manifest import open_root, read_manifest
+from repro.data.settings import ConnectSettings, TransformSettings
+from stages import pretrain
+from stages.prepare_data import PrepareData, run
+
+ROOT = Path(__file__).parents[2]
+KEPT = load_section(PrepareData, ROOT / "params.yaml", "prepare_data", "connect").curves
+HARD = load_section(PrepareData, ROOT / "profiles/paper.yaml", "prepare_data", "connect_hard").curves
+SMALL = {"image_size": 96, "train_pairs": 6, "val_pairs": 4, "dashes": (1, 2)}
+PLAIN = TransformSettings(image_size=96, crop_pct=1.0)
+
+
+def pairs(settings: ConnectSettings, split: str, number: int) -> np.ndarray:
+    """(number, 2, S, S): the first pairs of a split; images of `apart` first."""
+    rngs = (np.random.Generator(np.random.PCG64((settings.seed, split == "val", i))) for i in range(number))
+    return np.stack([draw_pair(rng, settings) for rng in rngs])
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, np.ndarray]:
+    return {"train": pairs(KEPT, "train", 1000), "val": pairs(KEPT, "val", 2000)}
+
+
+def content(root: Path) -> dict[str, str]:
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def disc(radius: float) -> np.ndarray:
+    reach = np.arange(-int(radius), int(radius) + 1)
+    return np.hypot(reach, reach[:, None]) <= radius
+
+
+def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.ndarray, bool]:
+    """What is in an image: dashes, curves, the middles of the markers (2, 2), and whether one curve has both."""
+    ink = image > 127
+    _, dashes = label(ink, np.ones((3, 3)))
+    blobs, markers = label(binary_erosion(ink, disc(settings.thickness_px / 2 + 1)))
+    assert markers == 2
+    middles = np.array(center_of_mass(ink, blobs, (1, 2)))
+    y, x = np.indices(ink.shape)
+    away = [np.hypot(y - middle[0], x - middle[1]) for middle in middles]
+    strokes = ink & (np.minimum(*away) > settings.marker_px / 2 + 1)
+    # the gaps between dashes close, those between curves do not
+    curves, number = label(binary_dilation(strokes, disc((settings.gap_px - settings.thickness_px + 2) / 2)))
+    first, second = (curves.ravel()[np.where(curves, distance, np.inf).argmin()] for distance in away)
+    return dashes, number, middles, bool(first == second)
+
+
+def test_files_depend_on_the_settings_alone(tmp_path):
+    write_connect(tmp_path / "connect", ConnectSettings(**SMALL, seed=1))
+    write_connect(tmp_path / "connect", ConnectSettings(**SMALL))  # over another tree
+    write_connect(tmp_path / "more", ConnectSettings(**SMALL | {"train_pairs": 7}))
+    write_connect(tmp_path / "other", ConnectSettings(**SMALL, seed=1))
+    first, more, other = (content(tmp_path / name) for name in ("connect", "more", "other"))
+    images = {name for name in first if name.endswith(".png")}
+    assert len(images) == 2 * (6 + 4) and sorted(os.listdir(tmp_path)) == ["connect", "more", "other"]
+    assert {name: more[name] for name in images} == {name: first[name] for name in images}
+    assert not {first[name] for name in images} & set(other.values())
+    assert len({first[name] for name in images}) == len(images), "train and val have no image in common"
+
+
+@pytest.mark.parametrize(("settings", "number"), [(KEPT, 150), (HARD, 20), (ConnectSettings(**SMALL), 100)], ids=["kept", "hard", "small"])
+def test_both_classes_have_the_same_of_everything_but_the_connection(settings, number):
+    arms = set()
+    for apart, joined in pairs(settings, "train", number):
+        (dashes, curves, middles, one), (dashes_joined, curves_joined, middles_joined, one_joined) = (
+            seen(image, settings) for image in (apart, joined)
+        )
+        assert (one, one_joined) == (False, True)
+        assert curves == curves_joined == 2 + 2 * settings.distractors
+        assert dashes == dashes_joined and np.array_equal(middles, middles_joined)
+        assert np.array_equal(np.bincount(apart.ravel(), minlength=256), np.bincount(joined.ravel(), minlength=256)), "ink"
+        arms.add(dashes)
+    if not settings.distractors:  # four arms and two bends
+        assert arms == {4 * length + 2 for length in range(settings.dashes[0], settings.dashes[1] + 1)}
+
+
+def test_images_differ_and_nothing_is_cut_off(kept):
+    images = np.concatenate([kept["train"], kept["val"]]).reshape(6000, -1)
+    assert len({image.tobytes() for image in images}) == 6000, "train and val are disjoint"
+    framed = images.reshape(6000, KEPT.image_size, -1)
+    assert framed[:, [0, -1]].max() == framed[:, :, [0, -1]].max() == 0
+
+
+def linear_percent(train: np.ndarray, val: np.ndarray) -> float:
+    """Validation accuracy of a linear model on pixels."""
+    inputs = [split.reshape(2 * len(split), -1) / np.float32(255) for split in (train, val)]
+    model = RidgeClassifier(alpha=10).fit(inputs[0], np.arange(len(inputs[0])) % 2)
+    return 100 * model.score(inputs[1], np.arange(len(inputs[1])) % 2)
+
+
+def local_percent(train: np.ndarray, val: np.ndarray) -> float:
+    """Validation accuracy of a convolutional net that sees windows of 17 pixels, wherever they lie."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2),
+    )  # fmt: skip
+    images, unseen = (torch.from_numpy(split).flatten(0, 1)[:, None].float() / 255 for split in (train, val))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for batch in torch.cat([torch.randperm(len(images)) for _ in range(6)]).split(50):
+        loss = nn.functional.cross_entropy(model(images[batch]), batch % 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        found = torch.cat([model(part).argmax(1) for part in unseen.split(500)])
+    return 100 * float((found == torch.arange(len(found)) % 2).float().mean())
+
+
+@pytest.mark.parametrize("percent", [linear_percent, local_percent])
+def test_no_shortcut(kept, percent):
+    """4,000 validation images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""
+    train, val = kept["train"], kept["val"]
+    assert abs(percent(train, val) - 50) < 3
+    dim = np.array([1, 0.85])[:, None, None]  # a shortcut, to see that it would be found
+    assert percent((train * dim).astype(np.uint8), (val * dim).astype(np.uint8)) > 90
+
+
+def test_curves_are_longer_than_the_window_of_the_local_model():
+    for settings in (KEPT, HARD):
+        dashes = 2 * settings.dashes[0] + 1
+        assert dashes * (settings.dash_px + settings.gap_px) - settings.gap_px > 2 * 17
+
+
+def test_stage_writes_it_and_training_writes_it_again(tmp_path):
+    cell = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
+    run(build(PrepareData, cell, "x"), Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"}), "connect")
+    manifest = read_manifest(tmp_path / "results/prepare_data/connect/manifest.json")
+    assert manifest.classes == {"apart": 0, "joined": 1} and manifest.generated == ConnectSettings(**SMALL)
+    written = content(tmp_path / "data/connect")
+    shutil.rmtree(tmp_path / "data/connect")
+    tree = open_root(tmp_path / "data/connect", manifest)
+    assert content(tmp_path / "data/connect") == written
+    images, targets = next(iter(EvalLoader(ImageFolder(tree, "val", eval_transform(PLAIN)), batch_size=8)))
+    drawn = pairs(ConnectSettings(**SMALL), "val", 4)
+    assert targets.tolist() == [0] * 4 + [1] * 4
+    assert np.array_equal(images.numpy(), np.broadcast_to(drawn.swapaxes(0, 1).reshape(8, 1, 96, 96), (8, 3, 96, 96)))
+
+
+def test_training_sees_both_of_a_pair_in_one_batch(tmp_path):
+    paths, runtime = Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"}, device="cpu")
+    cell = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
+    run(build(PrepareData, cell, "x"), paths, runtime, "connect")
+    recipe = {
+        "model": "vittt_nano_patch16_144", "options": {"depth": 1}, "data": "connect", "seed": 0, "epochs": 1, "batch_size": 4, "drop_path": 0.0,
+        "precision": "fp32", "mix": {"mixup": 0, "cutmix": 0}, "optim": {"lr": 1e-3, "lr_batch_size": 4, "warmup_epochs": 0}, "transform": {"image_size": 96, "scale": [1, 1]},
+    }  # fmt: skip
+    made = pretrain._made(build(pretrain.PretrainParams, recipe, "x"), paths, runtime, "pretrain", "x", Ranks())[0]
+    seen = []
+    for number in range(3):
+        files = [Path(name) for name in made.task.describe(0, number)]
+        assert all(a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"} for a, b in zip(files[::2], files[1::2], strict=True))
+        seen += files
+    assert len(set(seen)) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_size": 100}, "image_size: expected a multiple of 16, got 100"),
+        ({"dashes": [3, 2]}, r"dashes: expected \[fewest, most\], got \[3, 2\]"),
+        ({"dashes": [0, 2]}, r"dashes: 0 is out of range"),
+        ({"gap_px": 2}, "gap_px: expected at least thickness_px"),
+        ({"clearance_px": 9}, "clearance_px: expected marker_px"),
+        ({"curvature": 0.2}, "curvature: expected at most 1 / clearance_px = 0.143, got 0.2"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(UserError, match=message):
+        build(ConnectSettings, SMALL | {"dashes": [1, 2]} | changes, "curves")
+
+
+@pytest.mark.parametrize("changes", [{"dashes": (7, 7)}, {"distractors": 9}])
+def test_curves_that_do_not_fit(changes, tmp_path):
+    with pytest.raises(UserError, match=r"do not fit into 96 pixels, tried 40 times; take fewer distractors, fewer or shorter dashes, or a larger"):
+        write_connect(tmp_path / "connect", ConnectSettings(**SMALL | changes))
+    assert not os.listdir(tmp_path)
