@@ -55,7 +55,7 @@ class AdapterSize:
 
 
 SIZES = {
-    64: AdapterSize(num_heads=4, prior_channels=16),
+    64: AdapterSize(num_heads=4, prior_channels=16, num_points=2),
     192: AdapterSize(num_heads=6),
     384: AdapterSize(num_heads=6),
     768: AdapterSize(num_heads=12, value_ratio=0.5),
