@@ -17,6 +17,7 @@ VERBS = {
     "baselines": "baselines",
     "detect": "detect",
     "segment": "segment",
+    "ablate": "ablate",
     "efficiency": "efficiency",
     "report": "report",
     "evaluate": "evaluate",
