@@ -111,7 +111,7 @@ def train_variant(
             continue
         if ranks.first:
             print(f"{cell}: seed {seed}, {place} of {len(params.seeds)}", flush=True)
-        one, name = params.with_seed(seed), f"{cell}_seed{seed}"
+        one, name = params.with_seed(seed), run_name(cell, seed)
         result = state_folder(one, paths, STAGE, name) / "result"
         done = train_one(one, paths, runtime, STAGE, name, ranks, folder=result, show=seed == params.seeds[0])
         if done is not None:
@@ -177,6 +177,11 @@ def add_speed(params: AblateParams, runtime: Runtime, folder: Path) -> None:
     write_record(folder, metrics, record["identity"], run_json["seconds"] + time.monotonic() - started)
 
 
+def run_name(cell: str, seed: int) -> str:
+    """Under which the state and the log of one seed's training lie in .runs."""
+    return f"{cell}_seed{seed}"
+
+
 def _entry(seed: int, done: Trained) -> dict[str, Any]:
     evaluated = [row["top1_percent"] for row in done.outcome.state.curve if "top1_percent" in row]
     entry = {"seed": seed, **{name: done.metrics[name] for name in KEPT if name in done.metrics}}
@@ -192,4 +197,4 @@ def _rows(curve: Path) -> list[dict[str, float]]:
 
 def _check_before_launch(params: AblateParams, paths: Paths, cell: str, processes: int) -> None:
     for seed in params.seeds:
-        check_before_launch(params.with_seed(seed), paths, f"{cell}_seed{seed}", processes, stage=STAGE)
+        check_before_launch(params.with_seed(seed), paths, run_name(cell, seed), processes, stage=STAGE)

@@ -15,7 +15,7 @@ STAGES = ("complexity", "pretrain", "baselines", "detect", "segment", "ablate", 
 # a score counts for the paper's data set only when it was taken on that set's whole validation split
 FULL_VALIDATION = {"imagenet": 50_000, "coco": 5_000, "ade20k": 2_000}
 NAMES = {"imagenet": "ImageNet-1K", "coco": "COCO 2017", "ade20k": "ADE20K"}
-_SECTION = {"imagenet": "pretrain", "coco": "detect", "ade20k": "segment"}
+_SECTIONS = {"imagenet": ("pretrain", "ablate"), "coco": ("detect",), "ade20k": ("segment",)}
 _SPEED_FIELDS = (
     "model", "attention", "resolution", "batch", "dtype", "device", "mode", "status", "throughput_img_per_s", "latency_ms",
     "latency_ms_ci95", "peak_memory_mib", "macs_g",
@@ -117,8 +117,8 @@ class Results:
 
     @property
     def mini_cells(self) -> list[Source]:
-        """Score cells on anything but a whole data set of the paper: never set beside the paper's numbers."""
-        return [s for s in self.score_cells if not self._is_full(s)]
+        """Score cells on anything but a whole data set of the paper: never set beside the paper's numbers. Ablations stand elsewhere."""
+        return [s for s in self.score_cells if not self.is_full(s) and "/ablate/" not in s.path]
 
     def functions(self) -> dict[str, Callable]:
         """What expressions may call that depends neither on a device nor on the paper."""
@@ -184,7 +184,8 @@ class Results:
         self.used.add(source.path)
         return found
 
-    def _is_full(self, source: Source) -> bool:
+    def is_full(self, source: Source) -> bool:
+        """Scored on the whole validation split of a data set of the paper."""
         images = source.metrics.get("val_images", source.metrics.get("images"))
         return images is not None and images == FULL_VALIDATION.get(source.metrics["data"])
 
@@ -201,7 +202,7 @@ class Results:
             varied = record.get("initial") == "random" or ("initial" in record and source.path.startswith("results/measured/"))
             if (
                 record["data"] == data
-                and self._is_full(source)
+                and self.is_full(source)
                 and known
                 and size_fits
                 and exact
@@ -218,12 +219,12 @@ class Results:
         return source.metrics[key]
 
     def _score_command(self, data: str, model: str) -> str:
-        section, cell = _SECTION[data], self._profile_cell(_SECTION[data], model, data)
-        if cell is not None:
-            return f"repro profile use paper && repro {section} --cell {cell}"
+        for section in _SECTIONS[data]:
+            if (cell := self._profile_cell(section, model, data)) is not None:
+                return f"repro profile use paper && repro {section} --cell {cell}"
         if data == "imagenet" and not model.startswith(self.own_families):
             return f"repro evaluate --model {model} --pretrained --data imagenet"
-        return f"repro {section}  # once profiles/paper.yaml has a cell for it"
+        return f"repro {_SECTIONS[data][0]}  # once profiles/paper.yaml has a cell for it"
 
     def _images(self, kind: str, split: str) -> int:
         for file in sorted(self.paths.results.glob("prepare_data/*/manifest.json")):

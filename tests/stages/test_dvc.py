@@ -19,6 +19,7 @@ FAMILIES = {
     "complexity": ["repro.models.vim", "repro.models.vrwkv"],
     "detect": ["repro.models.vittt"],
     "segment": ["repro.models.vittt"],
+    "ablate": ["repro.models.vittt"],
 }
 DATA_FILES = {"report": {"repro/report/paper.yaml"}}
 
