@@ -28,11 +28,12 @@ def command() -> None:
 
 
 def run(params: ReportParams, paths: Paths) -> None:
-    """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json}.
+    """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json, figures/}.
 
     Raises:
         UserError: a record under results/ is damaged; a missing one leaves its entries `not measured`.
     """
+    from repro.report.ablations import draw_figures
     from repro.report.claims import judge, status_counts
     from repro.report.export import claims_csv, claims_json
     from repro.report.ledger import load_ledger
@@ -43,6 +44,8 @@ def run(params: ReportParams, paths: Paths) -> None:
     results = Results(paths, ledger.default_options, ledger.own_families)
     verdicts = judge(ledger, results, params.speed_dtype)
     write_text(paths.results / "tables.md", tables_md(ledger, verdicts, results, profile.active(paths, besides=("runtime",))))
+    (paths.results / "figures").mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
+    draw_figures(results, paths.results / "figures")
     write_text(paths.results / "claims.csv", claims_csv(verdicts))
     write_json(paths.results / "claims.json", claims_json(ledger, verdicts))
     counts = status_counts(verdicts)

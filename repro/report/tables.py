@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .ablations import ablation_parts
 from .claims import STATUSES, Status, Verdict, decimals, is_of_speed, status_counts
 from .ledger import Claim, Entry, Ledger, Table
+from .markdown import grid as _grid
 from .sources import Results, Source, SpeedGroup
 
 KINDS = {
@@ -44,6 +46,7 @@ def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results,
         _summary(verdicts),
         _headlines(ledger, verdicts),
         *(_table(table, verdicts) for table in ledger.tables),
+        *ablation_parts(results),
         _efficiency_claims(ledger, verdicts),
         _efficiency(results),
         _mini(results),
@@ -358,12 +361,6 @@ def _provenance(results: Results) -> str:
         return "## Provenance\n\nNo record was found under `results/`: `dvc repro` makes them."
     head = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     return "## Provenance\n\nEach record names what explains its numbers; `code` and `params` are hashes.\n\n" + _grid(head, rows)
-
-
-def _grid(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def _ours(verdict: Verdict) -> str:

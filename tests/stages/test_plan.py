@@ -142,6 +142,6 @@ def test_cells_that_do_not_fit_together(checkout, repro_cli):
         params.write_text(text.replace(old, new, 1))
         code, _, err = repro_cli("plan")
         assert code == 2 and says in err
-    params.write_text(text + "ablate:\n  some_cell: {}\n")
+    params.write_text(text + "some_stage:\n  some_cell: {}\n")
     code, out, _ = repro_cli("plan")
-    assert code == 0 and "unknown and not in the total: dvc repro ablate" in out
+    assert code == 0 and "unknown and not in the total: dvc repro some_stage" in out
