@@ -56,9 +56,9 @@ def command(
     grid: Annotated[bool, typer.Option("--all", help="All 17 variants, into results/measured/<device>/ablate/<data>/.")] = False,
     variant: Annotated[str | None, typer.Option(help="One of the 17 alone, in this process.")] = None,
     data: Annotated[str | None, typer.Option(help="Of --all: the cell of prepare_data; without it, that of pretrain's first Vittt.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Of --all: trainings of each variant, with seeds 0, 1, ...")] = 3,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Of --all: so many epochs; without it, as many as in pretrain.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Of --all: variants at once, spread over the GPUs; on a CPU they share the threads.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Of --all: trainings of each variant, with seeds 0, 1, ...")] = 3,
+    epochs: Annotated[int | None, typer.Option(help="Of --all: so many epochs; without it, as many as in pretrain.")] = None,
+    jobs: Annotated[int, typer.Option(help="Of --all: variants at once, spread over the GPUs; on a CPU they share the threads.")] = 1,
     speed: Annotated[bool, typer.Option(help="Of --all: measure the throughput when all are trained.")] = True,
 ) -> None:
     """Train variants of Vittt alike, over several seeds; a stopped run continues where it was."""
@@ -69,6 +69,9 @@ def command(
 
     if cell is not None or gpus is not None:
         raise UserError("ablate: --cell and --gpus are of params.yaml's cells; leave them out with --all and --variant")
+    for name, value in {"seeds": seeds, "epochs": epochs, "jobs": jobs}.items():
+        if value is not None and value < 1:
+            raise UserError(f"ablate: --{name} {value}: expected 1 or more")
     paths = find_root()
     asked = ablate_grid.Asked(data=data, seeds=tuple(range(seeds)), epochs=epochs, jobs=jobs, variant=variant, speed=speed)
     ablate_grid.run(asked, paths, load_runtime(paths))

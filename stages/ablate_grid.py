@@ -73,9 +73,13 @@ def run(asked: Asked, paths: Paths, runtime: Runtime) -> None:
         UserError: unknown data or variant, or a folder that holds a record of other parameters; before anything is trained.
         Interrupted: a signal came; what is finished is kept. RunError: variants failed; the others are done.
     """
+    from repro.data.manifest import read_manifest
+
     device = choose_device(runtime.device)
     names = list(VARIANTS) if asked.variant is None else [asked.variant]
-    grid = {name: _variant(name, asked, paths, device_slug(device)) for name in names}
+    params = {name: variant_params(name, asked, paths) for name in names}
+    read_manifest(_manifest(params[names[0]], paths))
+    grid = {name: _variant(name, each, paths, device_slug(device)) for name, each in params.items()}
     if asked.variant is None:
         _show_plan(grid)
         failed = _train_all(grid, asked, paths, runtime, device.type)
@@ -121,8 +125,11 @@ def variant_params(name: str, asked: Asked, paths: Paths) -> AblateParams:
     return AblateParams(**shared, seeds=asked.seeds)
 
 
-def _variant(name: str, asked: Asked, paths: Paths, device: str) -> Variant:
-    params = variant_params(name, asked, paths)
+def _manifest(params: AblateParams, paths: Paths) -> Path:
+    return paths.cell("prepare_data", params.data) / "manifest.json"
+
+
+def _variant(name: str, params: AblateParams, paths: Paths, device: str) -> Variant:
     folder = paths.measured(device) / STAGE / params.data / name
     return Variant(name=name, params=params, folder=folder, known=_known(params, paths, folder))
 
@@ -134,8 +141,7 @@ def _known(params: AblateParams, paths: Paths, folder: Path) -> dict[int, Mappin
         return {}
     record = read_json(file)
     known = {entry["seed"]: entry for entry in record["metrics"]["seeds"]}
-    manifest = paths.cell("prepare_data", params.data) / "manifest.json"
-    data = hashlib.sha256(manifest.read_bytes()).hexdigest()[:16] if manifest.is_file() else None
+    data = hashlib.sha256(_manifest(params, paths).read_bytes()).hexdigest()[:16]
     now = {"params": params_hash(dataclasses.replace(params, seeds=tuple(known))), "data_manifest": data}
     for what, value in now.items():
         if record["identity"][what] != value:

@@ -197,9 +197,10 @@ class Results:
             known = "options" in record or record.get("weights") == "timm"
             size_fits = image_size is None or record.get("image_size", image_size) == image_size
             # an evaluation has the choice; training always evaluates in fp32
-            exact = "image_size" not in record or source.identity.get("dtype") == "fp32"
-            # a detector or segmenter from random weights, or a cell that the command line changed, is none of the paper's
-            varied = record.get("initial") == "random" or ("initial" in record and source.path.startswith("results/measured/"))
+            exact = "image_size" not in record or "recipe" in record or source.identity.get("dtype") == "fp32"
+            # a detector or segmenter from random weights, or what the command line may have shortened, is none of the paper's
+            by_hand = source.path.startswith("results/measured/") and ("initial" in record or "recipe" in record)
+            varied = record.get("initial") == "random" or by_hand
             if (
                 record["data"] == data
                 and self.is_full(source)
