@@ -83,7 +83,7 @@ class Results:
         files = [
             f for stage in STAGES for f in sorted([*root.glob(f"{stage}/metrics.json"), *root.glob(f"{stage}/*/metrics.json")])
         ]
-        files += sorted(f for f in root.glob("measured/**/*.json") if not f.name.endswith("run.json"))
+        files += sorted(f for f in root.glob("measured/**/*.json") if not f.name.endswith(("run.json", "recipe.json")))
         self.sources = [self._read(file) for file in files]
         self.used: set[str] = set()
 
