@@ -17,6 +17,7 @@ VERBS = {
     "baselines": "baselines",
     "detect": "detect",
     "segment": "segment",
+    "ablate": "ablate",
     "visualize": "visualize",
     "efficiency": "efficiency",
     "report": "report",

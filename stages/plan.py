@@ -20,6 +20,7 @@ from repro.report.ledger import load_ledger
 from repro.report.sources import Results
 from repro.report.training import Rates, parse_rates
 
+from .ablate import AblateParams
 from .complexity import ADAPTER, ComplexityParams, wanted
 from .detect import DetectParams
 from .efficiency import EfficiencyParams
@@ -98,8 +99,8 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
         return {cell: load_section(cls, file, stage, cell) for cell in section_keys(file, stage)} if sections.get(stage) else {}
 
     data, trained = cells("prepare_data", PrepareData), {stage: cells(stage, PretrainParams) for stage in TRAINING}
-    dense = {stage: cells(stage, cls) for stage, cls in DENSE.items()}
-    every = [params for of_stage in trained.values() for params in of_stage.values()]
+    dense, variants = {stage: cells(stage, cls) for stage, cls in DENSE.items()}, cells("ablate", AblateParams)
+    every = [params for of_stage in (*trained.values(), variants) for params in of_stage.values()]
     known = {key for p in every for key in (p.model, results.model_key(vars(p), p.model))}
     for name in sorted(rates.given.keys() - known):
         close = difflib.get_close_matches(name, known, n=1)
@@ -113,6 +114,8 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
             rows += [_training_row(paths, results, rates, stage, cell, params, data) for cell, params in trained[stage].items()]
         elif stage in DENSE:
             rows += [_dense_row(paths, results, rates, stage, cell, params, data) for cell, params in dense[stage].items()]
+        elif stage == "ablate":
+            rows += [_variant_row(paths, results, rates, cell, params, data) for cell, params in variants.items()]
         elif stage == "complexity":
             rows.append(_complexity_row(load_section(ComplexityParams, file, stage), results))
         elif stage == "efficiency":
@@ -165,6 +168,13 @@ def _training_row(
     )
 
 
+def _variant_row(paths: Paths, results: Results, rates: Rates, cell: str, params: AblateParams, data: dict) -> Row:
+    """A training for each seed; the state of each is kept until all are done."""
+    one, seeds = _training_row(paths, results, rates, "ablate", cell, params.with_seed(params.seeds[0]), data), len(params.seeds)
+    basis = f"{seeds} seeds of {one.basis}" if seeds > 1 else one.basis
+    return dataclasses.replace(one, gpu_hours=seeds * one.gpu_hours, disk_gb=seeds * one.disk_gb, basis=basis)
+
+
 def _dense_row(
     paths: Paths, results: Results, rates: Rates, stage: str, cell: str, params: DetectParams | SegmentParams, data: dict
 ) -> Row:
@@ -182,7 +192,7 @@ def _dense_row(
     else:
         size = (params.transform.min_size[-1], params.transform.max_size)
     try:
-        counted = adapted_cost(params.model, tuple(-(-side // 32) * 32 for side in size))
+        counted = adapted_cost(params.model, tuple(-(-side // 32) * 32 for side in size), params.options)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"{stage}.{cell}: {error}") from None
     key = results.model_key(vars(params), params.model)

@@ -19,23 +19,21 @@ from repro.data.settings import TransformSettings
 from repro.engine.params import LoopParams, OptimParams
 from repro.tasks.params import MixParams
 
-from .training import CellOption, GpusOption, Job, device_of, fit_job, precision_on, same_run, state_folder, train_cells
+from .training import CellOption, GpusOption, Job, Outcome, device_of, fit_job, precision_on, same_run, state_folder, train_cells
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PretrainParams:
-    """A cell of the `pretrain:` section, or of `baselines:`.
+class ClassifierParams:
+    """How a classifier is trained, whatever its seed; the part that cells of `pretrain:`, `baselines:` and `ablate:` share.
 
     Args:
         model: registered name.
         options: what `timm.create_model` gets beside it, e.g. design, pool, chunk_size, w0.
         data: a cell of `prepare_data`.
-        seed: of initialisation, order and augmentation.
         epochs: passes over the training data.
         batch_size: images per step, of all GPUs together.
         drop_path: stochastic depth, linear from 0 to this over the blocks.
         evaluate_every: epochs between evaluations; the last is always evaluated.
-        snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
         precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner is fp32 inside in all), `auto` for bf16 on GPUs and fp32 else.
         ema_decay: of a moving average of the weights, which is then what counts; null for none.
         max_bad_steps: steps in a row with a loss or gradient that is not finite before the run stops and explains the last one.
@@ -46,12 +44,10 @@ class PretrainParams:
     model: str
     options: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
     data: str
-    seed: int = bounded(0, ge=0)
     epochs: int = bounded(ge=1)
     batch_size: int = bounded(ge=1)
     drop_path: float = bounded(ge=0, le=1)
     evaluate_every: int = bounded(1, ge=1)
-    snapshot_epochs: tuple[int, ...] = bounded((), ge=0)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     ema_decay: float | None = bounded(None, gt=0, le=1)
     max_bad_steps: int = bounded(20, ge=1)
@@ -68,9 +64,58 @@ class PretrainParams:
             raise ValueError(f"options: {min(reserved)} follows from the data, from transform.image_size or from drop_path; leave it out")
         if self.optim.schedule != "cosine":
             raise ValueError(f"optim.schedule: {self.optim.schedule}, but a classifier is trained with the cosine")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainParams(ClassifierParams):
+    """A cell of the `pretrain:` section, or of `baselines:`.
+
+    Args:
+        seed: of initialisation, order and augmentation.
+        snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
+    """
+
+    seed: int = bounded(0, ge=0)
+    snapshot_epochs: tuple[int, ...] = bounded((), ge=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         late = [epoch for epoch in self.snapshot_epochs if epoch > self.epochs]
         if late:
             raise ValueError(f"snapshot_epochs: {late[0]} is after the last epoch, {self.epochs}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A finished training, on rank 0.
+
+    Args:
+        job, outcome: what was trained, and what it left.
+        metrics: model, options, data (the kind), top-1 and top-5 in percent, loss and number of the held-out images, batch size, unreadable
+            images, and those of `training.Outcome.metrics`.
+        recipe: for recipe.json.
+        backend: which implementation of the kernels ran.
+    """
+
+    job: Job
+    outcome: Outcome
+    metrics: dict[str, Any]
+    recipe: dict[str, Any]
+    backend: str
+
+    def identity(self, paths: Paths, stage: str, params: Any, ranks: Ranks) -> dict:
+        """See `repro.core.record.make_identity`."""
+        from repro.models.registry import family_module
+
+        return make_identity(
+            paths.root,
+            [f"stages.{stage}", family_module(params.model)],
+            params,
+            data_manifest=self.job.inputs[0],
+            device=device_label(self.job.device) + (f", {ranks.world_size} processes" if ranks.world_size > 1 else ""),
+            dtype=self.job.settings.precision,
+            backend=self.backend,
+        )
 
 
 ReplayOption = Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show it.")]
@@ -85,7 +130,7 @@ def train(stage: str, cell: str | None, gpus: int | None, replay_bad_step: Path 
     """Train the cells of a section, this one's or that of `baselines`."""
     if replay_bad_step is None:
         train_cells(
-            stage, PretrainParams, cell, gpus, functools.partial(run, stage=stage), functools.partial(_check_before_launch, stage=stage)
+            stage, PretrainParams, cell, gpus, functools.partial(run, stage=stage), functools.partial(check_before_launch, stage=stage)
         )
         return
     paths = find_root()
@@ -105,24 +150,49 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
         UserError: data, model name, options or number of processes that do not fit, or the state of a run on other data, before
             anything is written.
     """
-    from repro.models.registry import family_module, kernel_backend
+    started = time.monotonic()
+    done = train_one(params, paths, runtime, stage, cell, ranks)
+    if done is None:
+        return
+    folder, metrics, identity = done.job.folder, done.metrics, done.identity(paths, stage, params, ranks)
+    write_json(folder / "recipe.json", done.recipe)
+    write_record(folder, metrics, identity, time.monotonic() - started)
+    if done.job.device.type == "cuda":  # what `repro plan` counts with; it is another one at each run, so it is no output of the graph
+        speed = {"model": params.model, "options": params.options, "processes": ranks.world_size, **done.outcome.speed}
+        write_record(paths.measured(device_slug(done.job.device)) / "pretrain", speed, identity, time.monotonic() - started, name=cell)
+    done.outcome.forget()
+    print(f"{cell}: top-1 {metrics['top1_percent']:.2f} % on {metrics['val_images']} held-out images of {metrics['data']}")
+
+
+def train_one(
+    params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, cell: str, ranks: Ranks, *, folder: Path | None = None, show: bool = True
+) -> Trained | None:
+    """Train a classifier, or go on where an earlier call stopped, and write what `training.fit_job` writes.
+
+    Args:
+        folder: where to; the cell's own if None.
+        show: print the recipe.
+
+    Returns:
+        None on other ranks than the first. Raises as `run`.
+    """
+    from repro.models.registry import kernel_backend
     from repro.tasks import recipe
 
-    started = time.monotonic()
     job, micro_batch, data = _made(params, paths, runtime, stage, cell, ranks)
+    job = dataclasses.replace(job, folder=folder or job.folder)
     backend = kernel_backend(job.task.model, torch_dtype(job.settings.precision))
     facts = {"world_size": ranks.world_size, "micro_batch": micro_batch, "accumulate": job.settings.accumulate}
     facts |= {"device": device_label(job.device), "dtype": job.settings.precision}
     asked = dataclasses.asdict(params)
     resolved = recipe.resolve(asked, **facts, backend=backend, train_images=len(job.task.train.dataset))
     departures = recipe.departures(asked, resolved)
-    if ranks.first:
+    if ranks.first and show:
         print("\n".join(recipe.lines(resolved, departures)), flush=True)
     outcome = fit_job(job, paths, runtime, ranks)
     unreadable = int(ranks.sum([len(job.task.train.dataset.unreadable())])[0])
     if outcome is None:
-        return
-    write_json(job.folder / "recipe.json", {"recipe": resolved, "departures_from_the_paper": departures})
+        return None
     last = outcome.state.curve[-1]
     metrics = {
         "model": params.model,
@@ -138,21 +208,8 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
     }
     if metrics["val_loss"] is None:
         metrics["val_loss_reason"] = "not finite"
-    identity = make_identity(
-        paths.root,
-        [f"stages.{stage}", family_module(params.model)],
-        params,
-        data_manifest=job.inputs[0],
-        device=device_label(job.device) + (f", {ranks.world_size} processes" if ranks.world_size > 1 else ""),
-        dtype=job.settings.precision,
-        backend=backend,
-    )
-    write_record(job.folder, metrics, identity, time.monotonic() - started)
-    if job.device.type == "cuda":  # what `repro plan` counts with; it is another one at each run, so it is no output of the graph
-        speed = {"model": params.model, "options": params.options, "processes": ranks.world_size, **outcome.speed}
-        write_record(paths.measured(device_slug(job.device)) / "pretrain", speed, identity, time.monotonic() - started, name=cell)
-    outcome.forget()
-    print(f"{cell}: top-1 {last['top1_percent']:.2f} % on {metrics['val_images']} held-out images of {data}")
+    noted = {"recipe": resolved, "departures_from_the_paper": departures}
+    return Trained(job=job, outcome=outcome, metrics=metrics, recipe=noted, backend=backend)
 
 
 def replay(dump_path: Path, params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, stage: str) -> None:
@@ -271,7 +328,7 @@ def _flop_per_image(task: Any) -> float:
     return counter.get_total_flops()
 
 
-def _check_before_launch(params: PretrainParams, paths: Paths, cell: str, processes: int, *, stage: str) -> None:
+def check_before_launch(params: PretrainParams, paths: Paths, cell: str, processes: int, *, stage: str) -> None:
     from repro.data.manifest import read_manifest
 
     Ranks(world_size=processes).share(params.batch_size, f"{stage}.{cell}.batch_size")

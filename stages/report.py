@@ -1,6 +1,8 @@
 """`repro report`: the paper's numbers beside ours, and the status of each, from the records under results/."""
 
 import dataclasses
+import tempfile
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -36,7 +38,7 @@ def command(
 
 
 def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
-    """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json}, and with `html` report.html.
+    """Judge every entry of the ledger and write results/{tables.md, claims.csv, claims.json, figures/}, and with `html` report.html.
 
     Raises:
         UserError: a record or a picture under results/ is damaged, or a record of another version; a missing one leaves its entries `not measured`.
@@ -47,7 +49,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     ledger = load_ledger()
     results = Results(paths, ledger.default_options, ledger.own_families)
     try:
-        pages, line = _pages(params, ledger, results, html)
+        pages, line = _pages(params, ledger, results, html, paths.results / "figures")
     except _ODD as error:
         blamed = _blamed(error, params, ledger, results)
         if blamed is None:
@@ -58,13 +60,16 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     print(line)
 
 
-def _pages(params: ReportParams, ledger: Any, results: Any, html: bool) -> tuple[dict[str, Any], str]:
-    """File under results/ -> its content, and the line of counts."""
+def _pages(params: ReportParams, ledger: Any, results: Any, html: bool, figures: Path) -> tuple[dict[str, Any], str]:
+    """File under results/ -> its content, and the line of counts; what the report draws itself goes into `figures` before."""
+    from repro.report.ablations import draw_figures
     from repro.report.claims import STATUSES, judge, status_counts
     from repro.report.export import claims_csv, claims_json
     from repro.report.page import report_html
     from repro.report.tables import tables_md
 
+    figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
+    draw_figures(results, figures)
     verdicts = judge(ledger, results, params.speed_dtype)
     named = profile.active(results.paths, besides=("runtime",))
     tables = tables_md(ledger, verdicts, results, named)
@@ -79,7 +84,8 @@ def _blamed(error: Exception, params: ReportParams, ledger: Any, results: Any) -
     """The error as one line that names the record without which it does not occur; None where it occurs without each."""
     for source in results.sources:
         try:
-            _pages(params, ledger, results.without(source), html=False)
+            with tempfile.TemporaryDirectory() as figures:
+                _pages(params, ledger, results.without(source), html=False, figures=Path(figures))
         except _ODD:
             continue
         return UserError(f"{source.path}: cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/")

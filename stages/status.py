@@ -9,6 +9,7 @@ from repro.core.config import load_section
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 
+from .ablate import AblateParams, run_name
 from .detect import DetectParams
 from .pretrain import PretrainParams
 from .segment import SegmentParams
@@ -67,13 +68,18 @@ def run(paths: Paths) -> list[tuple[str, str, str]]:
 def _saved_state(paths: Paths, name: str) -> Path | None:
     """The newest saved state of a training cell, for its parameters and its data as they are now."""
     stage, _, cell = name.partition("@")
-    if stage not in TRAINED:
-        return None
     try:
-        folder = state_folder(load_section(TRAINED[stage], paths.params, stage, cell), paths, stage, cell)
+        if stage == "ablate":
+            params = load_section(AblateParams, paths.params, stage, cell)
+            folders = [state_folder(params.with_seed(seed), paths, stage, run_name(cell, seed)) for seed in params.seeds]
+        elif stage in TRAINED:
+            folders = [state_folder(load_section(TRAINED[stage], paths.params, stage, cell), paths, stage, cell)]
+        else:
+            return None
     except (UserError, OSError):  # parameters or data that no run can have started with
         return None
-    return max(folder.glob("step_*.pt"), default=None)
+    # of several seeds the last one that was begun
+    return next((max(saved) for folder in reversed(folders) if (saved := list(folder.glob("step_*.pt")))), None)
 
 
 def _dvc(paths: Paths, *args: str) -> str:

@@ -12,6 +12,7 @@ is the printed one to 0.06 % on the left and, by the digits printed there, 0.25 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,12 +47,13 @@ class AdaptedCost(Cost):
         return sum(self.paper_terms.values()) / 1e9
 
 
-def adapted_cost(backbone: str, resolution: tuple[int, int]) -> AdaptedCost:
+def adapted_cost(backbone: str, resolution: tuple[int, int], options: Mapping[str, Any] | None = None) -> AdaptedCost:
     """Parameters and multiply-adds of a backbone with its adapter for one image of `resolution` = (H, W) pixels.
 
     Args:
         backbone: registered name.
         resolution: the model is built for its own training's size, whatever this is.
+        options: what else the backbone takes.
 
     Raises:
         ValueError: a model that has no adapter, a side that is no multiple of 32, or an operator whose multiply-adds are unknown.
@@ -59,7 +61,7 @@ def adapted_cost(backbone: str, resolution: tuple[int, int]) -> AdaptedCost:
     if any(side % STRIDE for side in resolution):
         raise ValueError(f"{resolution[0]}x{resolution[1]}: not a multiple of {STRIDE}; the adapter would pad it")
     with fused_attention(False), torch.device("meta"):
-        model = build_adapter(backbone).eval()
+        model = build_adapter(backbone, options=options).eval()
         image = torch.empty(1, 3, *resolution)
     hooked: Counter[str] = Counter()
     for module in model.modules():

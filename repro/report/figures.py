@@ -36,7 +36,7 @@ def against_resolution(path: Path, series: Mapping[str, Sequence[Mapping[str, An
     Returns:
         The files.
     """
-    figure, axes = _figure(len(LABELS))
+    figure, axes = figure_of(len(LABELS))
     for panel, (key, label) in zip(axes, LABELS.items(), strict=True):
         failed = []
         for family, rows in series.items():
@@ -72,7 +72,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
         bars: quantity, one of `LABELS` -> family -> value.
         title: above the panels.
     """
-    figure, axes = _figure(len(bars))
+    figure, axes = figure_of(len(bars))
     for panel, (key, values) in zip(axes, bars.items(), strict=True):
         for place, (family, value) in enumerate(values.items()):
             panel.bar(place, value, color=STYLES[family][1])
@@ -86,7 +86,8 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
     return _save(figure, path)
 
 
-def _figure(panels: int) -> tuple[Any, Any]:
+def figure_of(panels: int) -> tuple[Any, Any]:
+    """A figure with its panels in a row."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,13 +108,18 @@ def _sides(panel: Any, sides: Sequence[int]) -> None:
     panel.set_xticks(shown, [str(side) for side in shown])
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
+def save_png(figure: Any, path: Path) -> Path:
+    """Write a PNG without a date, and close the figure."""
     from matplotlib import pyplot
 
-    files = []
-    for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None, "Creator": None})):
-        files.append(path.with_name(path.name + suffix))
-        with atomic(files[-1]) as temporary:
-            figure.savefig(temporary, format=suffix[1:], dpi=130, metadata=metadata)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130, metadata={"Software": None})
     pyplot.close(figure)
-    return files
+    return path
+
+
+def _save(figure: Any, path: Path) -> list[Path]:
+    svg = path.with_name(path.name + ".svg")
+    with atomic(svg) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
+    return [save_png(figure, path.with_name(path.name + ".png")), svg]

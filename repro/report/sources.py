@@ -15,7 +15,7 @@ STAGES = ("complexity", "pretrain", "baselines", "detect", "segment", "ablate", 
 # a score counts for the paper's data set only when it was taken on that set's whole validation split
 FULL_VALIDATION = {"imagenet": 50_000, "coco": 5_000, "ade20k": 2_000}
 NAMES = {"imagenet": "ImageNet-1K", "coco": "COCO 2017", "ade20k": "ADE20K"}
-_SECTION = {"imagenet": "pretrain", "coco": "detect", "ade20k": "segment"}
+_SECTIONS = {"imagenet": ("pretrain", "ablate"), "coco": ("detect",), "ade20k": ("segment",)}
 _SPEED_FIELDS = (
     "model", "attention", "resolution", "batch", "dtype", "device", "mode", "status", "throughput_img_per_s", "latency_ms",
     "latency_ms_ci95", "peak_memory_mib", "macs_g",
@@ -83,7 +83,7 @@ class Results:
         files = [
             f for stage in STAGES for f in sorted([*root.glob(f"{stage}/metrics.json"), *root.glob(f"{stage}/*/metrics.json")])
         ]
-        files += sorted(f for f in root.glob("measured/**/*.json") if not f.name.endswith("run.json"))
+        files += sorted(f for f in root.glob("measured/**/*.json") if not f.name.endswith(("run.json", "recipe.json")))
         self.sources = [self._read(file) for file in files]
         self.used: set[str] = set()
 
@@ -117,8 +117,8 @@ class Results:
 
     @property
     def mini_cells(self) -> list[Source]:
-        """Score cells on anything but a whole data set of the paper: never set beside the paper's numbers."""
-        return [s for s in self.score_cells if not self._is_full(s)]
+        """Score cells on anything but a whole data set of the paper: never set beside the paper's numbers. Ablations stand elsewhere."""
+        return [s for s in self.score_cells if not self.is_full(s) and "/ablate/" not in s.path]
 
     def without(self, source: Source) -> "Results":
         """The same, read anew, but for one record."""
@@ -190,7 +190,8 @@ class Results:
         self.used.add(source.path)
         return found
 
-    def _is_full(self, source: Source) -> bool:
+    def is_full(self, source: Source) -> bool:
+        """Scored on the whole validation split of a data set of the paper."""
         images = source.metrics.get("val_images", source.metrics.get("images"))
         return images is not None and images == FULL_VALIDATION.get(source.metrics["data"])
 
@@ -202,12 +203,13 @@ class Results:
             known = "options" in record or record.get("weights") == "timm"
             size_fits = image_size is None or record.get("image_size", image_size) == image_size
             # an evaluation has the choice; training always evaluates in fp32
-            exact = "image_size" not in record or source.identity.get("dtype") == "fp32"
-            # a detector or segmenter from random weights, or a cell that the command line changed, is none of the paper's
-            varied = record.get("initial") == "random" or ("initial" in record and source.path.startswith("results/measured/"))
+            exact = "image_size" not in record or "recipe" in record or source.identity.get("dtype") == "fp32"
+            # a detector or segmenter from random weights, or what the command line may have shortened, is none of the paper's
+            by_hand = source.path.startswith("results/measured/") and ("initial" in record or "recipe" in record)
+            varied = record.get("initial") == "random" or by_hand
             if (
                 record["data"] == data
-                and self._is_full(source)
+                and self.is_full(source)
                 and known
                 and size_fits
                 and exact
@@ -224,12 +226,12 @@ class Results:
         return source.metrics[key]
 
     def _score_command(self, data: str, model: str) -> str:
-        section, cell = _SECTION[data], self._profile_cell(_SECTION[data], model, data)
-        if cell is not None:
-            return f"repro profile use paper && repro {section} --cell {cell}"
+        for section in _SECTIONS[data]:
+            if (cell := self._profile_cell(section, model, data)) is not None:
+                return f"repro profile use paper && repro {section} --cell {cell}"
         if data == "imagenet" and not model.startswith(self.own_families):
             return f"repro evaluate --model {model} --pretrained --data imagenet"
-        return f"repro {section}  # once profiles/paper.yaml has a cell for it"
+        return f"repro {_SECTIONS[data][0]}  # once profiles/paper.yaml has a cell for it"
 
     def _images(self, kind: str, split: str) -> int:
         for file in sorted(self.paths.results.glob("prepare_data/*/manifest.json")):

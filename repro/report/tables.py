@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .ablations import ablation_parts
 from .claims import STATUSES, Verdict, is_of_speed, status_counts
 from .gallery import examples_md, figures_md
 from .index import index_md, shown_commands
@@ -40,6 +41,7 @@ def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results,
         _headlines(ledger, verdicts),
         *(_table(table, verdicts) for table in ledger.tables),
         figures_md(verdicts, results, named),
+        *ablation_parts(results),
         _efficiency_claims(ledger, verdicts),
         _efficiency(results),
         _mini(results),

@@ -20,6 +20,7 @@ FAMILIES = {
     "complexity": ["repro.models.vim", "repro.models.vrwkv"],
     "detect": ["repro.models.vittt"],
     "segment": ["repro.models.vittt"],
+    "ablate": ["repro.models.vittt"],
     "visualize": [f"repro.models.{family}" for family in ("deit", "resnet", "vim", "vittt")],
 }
 DATA_FILES = {"report": {"repro/report/paper.yaml", "repro/report/template.html"}}

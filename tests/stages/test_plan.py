@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.core.paths import Paths
+from repro.core.variants import PLACES, VARIANTS
 from repro.measure.adapted import adapted_cost
 from repro.report.demands import demands
 from repro.report.ledger import load_ledger
@@ -57,6 +58,11 @@ def test_paper_profile(checkout):
     assert tiny.gpu_hours == pytest.approx(300 * 1281167 / 1000 / 3600) == pytest.approx(106.764, abs=1e-3)
     assert tiny.disk_gb == pytest.approx(6.983e6 * 4 * (9 + 6 + 1) / 1e9, rel=1e-3)
     assert row(rows, "dvc repro prepare_data@imagenet").disk_gb == 150
+    gives = frozenset().union(*(each.gives for each in rows))
+    for name, options in VARIANTS.items():  # a cell for every number of Tables 3 and 4 and Fig. 7
+        model = plan.Results(Paths(checkout), load_ledger().default_options, ()).model_key({"model": "vittt_tiny_patch16_224", "options": options}, "")
+        wanted = ("imagenet", "coco", "ade20k") if name in (*PLACES["Table 3"], *PLACES["Table 4"]) else ("imagenet",)
+        assert all(("accuracy", data, model) in gives for data in wanted), name
     efficiency = row(rows, "dvc repro efficiency")
     assert efficiency.gpu_hours == 3 * 3 * 9 * 600 / 3600 and "at most" in efficiency.basis
     # three forward passes of 2 FLOP per multiply-add, at 30 % of 312 TFLOP/s; 12 passes over COCO, 160,000 steps of 16 images
@@ -142,6 +148,6 @@ def test_cells_that_do_not_fit_together(checkout, repro_cli):
         params.write_text(text.replace(old, new, 1))
         code, _, err = repro_cli("plan")
         assert code == 2 and says in err
-    params.write_text(text + "ablate:\n  some_cell: {}\n")
+    params.write_text(text + "some_stage:\n  some_cell: {}\n")
     code, out, _ = repro_cli("plan")
-    assert code == 0 and "unknown and not in the total: dvc repro ablate" in out
+    assert code == 0 and "unknown and not in the total: dvc repro some_stage" in out

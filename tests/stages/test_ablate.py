@@ -1,0 +1,183 @@
+"""`repro ablate` as a user runs it: the grid counted by hand, cells that are killed and continue, and every wrong input as one line."""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import load_section
+from repro.core.paths import Paths
+from repro.core.runtime import load_runtime
+from repro.core.variants import PLACES, VARIANTS
+from repro.measure.flops import cost
+from repro.report.training import Rates
+from stages import plan
+from stages.ablate import AblateParams, train_variant
+from stages.ablate_grid import Asked, variant_params
+
+CELL = Path("results/ablate/conv1d")
+COMMAND = [sys.executable, "-m", "repro", "ablate"]
+# a Vittt of one block and two seeds, on images of four tokens
+CELL_YAML = """
+ablate:
+  conv1d:
+    model: vittt_nano_patch16_144
+    options: {depth: 1, design: conv1d}
+    data: digits
+    seeds: [0, 1]
+    epochs: 1
+    batch_size: 128
+    drop_path: 0.0
+    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
+    mix: {mixup: 0.0, cutmix: 0.0, label_smoothing: 0.1}
+    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0}
+"""
+
+
+@pytest.fixture
+def ready(checkout) -> Path:
+    """The checkout with one cell more; its pretrain cell is made as short as the grid is to be."""
+    text = Path("params.yaml").read_text().replace("    epochs: 2\n", "    epochs: 1\n", 1).replace("[0, 2]", "[]")
+    Path("params.yaml").write_text(text + CELL_YAML)
+    return checkout
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_the_grid_is_17_models_of_20_entries():
+    assert [len(names) for names in PLACES.values()] == [6, 5, 6, 3] and len(VARIANTS) == 17
+    assert {name for names in PLACES.values() for name in names} == set(VARIANTS)
+    assert all("conv2d" in names for names in PLACES.values()) and VARIANTS["conv2d"] == {}
+    assert len({json.dumps(options) for options in VARIANTS.values()}) == 17
+
+
+@pytest.mark.parametrize(
+    ("name", "thousands"),
+    [  # Tables 3 and 4 by spec: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position are 2·D each; W0 of 12 blocks
+        ("ttt_layer", 5877), ("share_qk", 5435), ("gating", 5877), ("conv1d", 5900), ("dual", 6962), ("conv2d", 6983),
+        ("head", 6983.116 + 0.384), ("double", 6983.116 + 0.768), ("max", 6983), ("w0_shared", 6983.116 - 147.456), ("w0_frozen", 6983.116 - 2 * 147.456),
+        ("chunk4", 6983.116 - 24 * 0.012), ("chunk_all", 6983.116 + 24 * 0.180),
+    ],
+)  # fmt: skip
+def test_parameters_of_the_variants_by_hand(name, thousands):
+    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).params / 1e3 == pytest.approx(thousands, abs=0.5)
+
+
+def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
+    paths, whole = Paths(ready), Path("whole")
+    train_variant(load_section(AblateParams, paths.params, "ablate", "conv1d"), paths, load_runtime(paths), "whole", whole)
+    for seed in (0, 1):
+        process = subprocess.Popen([*COMMAND, "--cell", "conv1d"], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 90
+        while not list(Path(".runs").glob(f"ablate/conv1d_seed{seed}-*/step_*.pt")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not CELL.exists()
+    code, out, err = repro_cli("ablate", "--cell", "conv1d")
+    assert code == 0 and "continuing after step 11" in out, err  # the first seed's last step: it is not trained again
+    ours, theirs = record(CELL)["metrics"], record(whole)["metrics"]
+    assert (CELL / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    assert ours["seeds"] == theirs["seeds"] and len({entry["weights"] for entry in ours["seeds"]}) == 2
+    assert (CELL / "curve.csv").read_bytes() == (whole / "curve.csv").read_bytes()
+    assert not list(Path(".runs").rglob("*.pt"))
+    top1 = [entry["top1_percent"] for entry in ours["seeds"]]
+    assert (ours["top1_percent"], ours["top1_spread_percent"]) == (statistics.mean(top1), statistics.stdev(top1))
+    assert ours["weights"] == hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16] == ours["seeds"][0]["weights"]
+    assert ours["throughput_img_per_s"] > 0 and ours["throughput_batch"] == 64 and ours["params"] == cost(
+        "vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)
+    ).params
+    assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
+
+
+def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
+    """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
+    from repro.core.runtime import choose_device, device_slug
+
+    monkeypatch.setattr("stages.ablate_grid.VARIANTS", {name: VARIANTS[name] for name in ("conv1d", "head")})
+    arguments = ("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
+    stopper = threading.Thread(target=stop_when_begun, daemon=True)
+    stopper.start()
+    code, out, err = repro_cli(*arguments)
+    stopper.join()
+    assert code == 143 and err.count("\n") == 1 and "the same command continues" in err
+    assert "2 variants of vittt_nano_patch16_144 on digits, 1 epochs, 1 seed(s): 2 trainings to do" in out
+    blocked = Paths(ready).measured(device_slug(choose_device("cpu"))) / "ablate" / "digits" / "head"
+    blocked.parent.mkdir(parents=True, exist_ok=True)
+    if blocked.exists():  # stopped after its last step
+        shutil.rmtree(blocked)
+    blocked.write_text("in the way")
+    code, out, err = repro_cli(*arguments)
+    assert code == 1 and err.count("\n") == 1 and "1 of 2 failed, the others are done: head: " in err and str(blocked) in err
+    folder = blocked.parent / "conv1d"
+    weights = (folder / "weights.safetensors").read_bytes()
+    assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--no-speed")[0] == 0
+    metrics = record(folder)["metrics"]
+    assert [entry["seed"] for entry in metrics["seeds"]] == [0, 1] and metrics["throughput_img_per_s"] is None
+    assert [row["seed"] for row in csv.DictReader(open(folder / "curve.csv"))] == ["0", "1"]
+    assert (folder / "weights.safetensors").read_bytes() == weights
+    code, _, err = repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")
+    assert code == 2 and err.count("\n") == 1 and "holds a run of other params (1 epochs, seeds 0, 1)" in err
+
+
+def stop_when_begun() -> None:
+    deadline = time.monotonic() + 90
+    while not list(Path(".runs").glob("ablate/digits_*/step_*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
+    params = variant_params("head", Asked(data="imagenet", seeds=(0,), epochs=None), Paths(ready))
+    assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
+    assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
+    assert variant_params("head", Asked(data=None, seeds=(0,), epochs=7), Paths(ready)).transform.re_prob == 0.25
+
+
+def test_plan_counts_every_seed(ready):
+    rows = {row.command: row for row in plan.run(Paths(ready), Rates(given={"vittt_nano_patch16_144": 14.38}))}
+    row = rows["dvc repro ablate@conv1d"]
+    assert row.gpu_hours == pytest.approx(2 * 100 / 3600) and row.basis.startswith("2 seeds of 1 epochs of 1,438 images")
+    assert ("accuracy", "digits", "vittt_nano_patch16_144[depth=1,design=conv1d]") in row.gives
+
+
+WRONG = [
+    (["--all", "--data", "digit"], "ablate: --data digit: no cell of prepare_data in params.yaml; there are digits, imagenet"),
+    (["--all", "--data", "imagenet"], "results/prepare_data/imagenet/manifest.json: no such manifest"),
+    (["--variant", "conv1"], "ablate: --variant conv1: not known; did you mean 'conv1d'?"),
+    (["--all", "--cell", "conv1d"], "leave them out with --all and --variant"),
+    (["--cell", "conv1"], "ablate.conv1: no such section; did you mean 'conv1d'?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_input_is_one_line(ready, repro_cli, arguments, message):
+    code, _, err = repro_cli("ablate", *arguments)
+    assert code == 2 and err.count("\n") == 1 and message in err
+    assert not Path(".runs").exists()
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--jobs", "--epochs"])
+def test_no_option_takes_zero(ready, repro_cli, option):
+    code, _, err = repro_cli("ablate", "--all", option, "0")
+    assert (code, err) == (2, f"repro: ablate: {option} 0: expected 1 or more\n")
+
+
+@pytest.mark.parametrize("seeds", ["[]", "[0, 0]", "[-1]"])
+def test_seeds_that_are_none_are_refused(ready, repro_cli, seeds):
+    Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seeds: [0, 1]", f"seeds: {seeds}"))
+    code, _, err = repro_cli("ablate", "--cell", "conv1d")
+    assert code == 2 and err.count("\n") == 1 and "ablate.conv1d" in err and "seeds" in err
