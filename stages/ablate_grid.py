@@ -26,6 +26,7 @@ from repro.core.table import print_table
 from repro.core.variants import VARIANTS
 
 from .ablate import SPEED_OPEN, STAGE, AblateParams, add_speed, train_variant
+from .prepare_data import PrepareData
 from .pretrain import ClassifierParams, PretrainParams
 
 
@@ -99,7 +100,8 @@ def run(asked: Asked, paths: Paths, runtime: Runtime) -> None:
 def variant_params(name: str, asked: Asked, paths: Paths) -> AblateParams:
     """A variant, trained as `pretrain` trains its first Vittt on this data.
 
-    Where pretrain has none, its first Vittt's recipe holds, without the changes of the image that labels need not survive.
+    Where pretrain has none, its first Vittt's recipe holds, without the changes of the image that labels need not survive; `connect` is
+    taken at its own size.
 
     Raises:
         UserError: an unknown variant or data set, or no Vittt in `pretrain`.
@@ -118,7 +120,9 @@ def variant_params(name: str, asked: Asked, paths: Paths) -> AblateParams:
     recipe = next((params for params in ours if params.data == data), None)
     transform = (recipe or ours[0]).transform
     if recipe is None:
-        unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None, "re_prob": 0.0}
+        unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None, "re_prob": 0.0, "crop_pct": 1.0}
+        if written := load_section(PrepareData, paths.params, "prepare_data", data).curves:
+            unchanged["image_size"] = written.image_size
         transform, recipe = dataclasses.replace(transform, **unchanged), ours[0]
     shared = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(ClassifierParams)}
     shared |= {"data": data, "transform": transform, "options": {**recipe.options, **VARIANTS[name]}, "epochs": asked.epochs or recipe.epochs}
