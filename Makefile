@@ -18,8 +18,8 @@ help:
 	@echo 'make setup       only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
 
 test: setup
-	@# one thread: the tests are many small ones, and the machine is shared with what they start
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest $(ARGS)
+	@# a process per core, each with one thread: the tests are many small ones; those of a file share what it prepares
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # Chromium is the machine's own, else playwright fetches one; where neither is to be had: apt install chromium
 test-browser: setup
