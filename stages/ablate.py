@@ -16,7 +16,7 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.ranks import Ranks
 from repro.core.record import read_json, write_json, write_record
-from repro.core.runtime import Runtime, choose_device, load_runtime
+from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
 
 from .pretrain import ClassifierParams, PretrainParams, Trained, check_before_launch, train_one
 from .training import CellOption, GpusOption, state_folder, train_cells
@@ -175,6 +175,7 @@ def add_speed(params: AblateParams, runtime: Runtime, folder: Path) -> None:
     metrics = {name: value for name, value in record["metrics"].items() if name != "throughput_img_per_s_reason"}
     metrics |= {name: row[name] for name in ("throughput_img_per_s", "latency_ms")}
     metrics |= {"throughput_batch": batch, "throughput_dtype": spec.dtype, "throughput_backend": row["backend"]}
+    metrics["throughput_device"] = device_label(choose_device(runtime.device), runtime.threads)  # the training's may have had fewer threads
     if row["status"] != "ok":
         metrics |= {"throughput_img_per_s_reason": row["reason"], "latency_ms_reason": row["reason"]}
     write_record(folder, metrics, record["identity"], run_json["seconds"] + time.monotonic() - started)

@@ -4,7 +4,6 @@ Nothing here is an output of the graph. A variant that is done is not trained ag
 continues.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -13,15 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from repro.core.config import load_section, params_hash, section_keys
 from repro.core.errors import Interrupted, RunError, UserError
 from repro.core.paths import Paths
-from repro.core.record import read_json
-from repro.core.runtime import Runtime, choose_device, device_slug
+from repro.core.record import hash_files, import_closure, read_json
+from repro.core.runtime import Runtime, choose_device, device_slug, usable_cores
 from repro.core.table import print_table
 from repro.core.variants import VARIANTS
 
@@ -123,7 +122,8 @@ def variant_params(name: str, asked: Asked, paths: Paths) -> AblateParams:
         unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None, "re_prob": 0.0, "crop_pct": 1.0}
         if written := load_section(PrepareData, paths.params, "prepare_data", data).curves:
             unchanged["image_size"] = written.image_size
-        transform, recipe = dataclasses.replace(transform, **unchanged), ours[0]
+        recipe = dataclasses.replace(ours[0], mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0))
+        transform = dataclasses.replace(transform, **unchanged)
     shared = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(ClassifierParams)}
     shared |= {"data": data, "transform": transform, "options": {**recipe.options, **VARIANTS[name]}, "epochs": asked.epochs or recipe.epochs}
     return AblateParams(**shared, seeds=asked.seeds)
@@ -143,10 +143,14 @@ def _known(params: AblateParams, paths: Paths, folder: Path) -> dict[int, Mappin
     file = folder / "metrics.json"
     if not file.is_file():
         return {}
+    from repro.models.registry import family_module
+
     record = read_json(file)
     known = {entry["seed"]: entry for entry in record["metrics"]["seeds"]}
     data = hashlib.sha256(_manifest(params, paths).read_bytes()).hexdigest()[:16]
     now = {"params": params_hash(dataclasses.replace(params, seeds=tuple(known))), "data_manifest": data}
+    if set(params.seeds) - set(known):  # one record names one code
+        now["code"] = hash_files(paths.root, import_closure(paths.root, [f"stages.{STAGE}", family_module(params.model)]))
     for what, value in now.items():
         if record["identity"][what] != value:
             epochs = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, known))}"
@@ -168,18 +172,21 @@ def _show_plan(grid: Mapping[str, Variant]) -> None:
 
 def _train_all(grid: Mapping[str, Variant], asked: Asked, paths: Paths, runtime: Runtime, device: str) -> dict[str, str]:
     """Train what is missing in `asked.jobs` processes at once; variant -> last line of its output, for those that failed."""
+    from repro.engine.loop import catch_signals
+
     waiting = [each for each in grid.values() if each.missing]
     slots = [_environment(slot, asked.jobs, runtime, device) for slot in range(asked.jobs)]
     running: dict[int, tuple[Variant, subprocess.Popen, Path, float]] = {}
-    total, finished, failed, began = len(waiting), 0, {}, time.monotonic()
-    with _signals() as received:
+    total, finished, failed, told, began = len(waiting), 0, {}, False, time.monotonic()
+    with catch_signals(all_of_them=True) as received:
         while running or (waiting and not received):
             for slot in [slot for slot in range(asked.jobs) if slot not in running and waiting and not received]:
                 each = waiting.pop(0)
                 log = paths.logs(STAGE, each.cell) / "output.txt"
                 running[slot] = (each, _start(each, slots[slot], log), log, time.monotonic())
                 print(f"{each.name}: training, output in {log.relative_to(paths.root)}", flush=True)
-            for number in received[:1]:
+            if received and not told:  # once: a second signal ends a process without its state saved
+                told = True
                 for _, process, _, _ in running.values():
                     process.send_signal(signal.SIGTERM)
             time.sleep(1.0 if received else 0.1)
@@ -219,7 +226,7 @@ def _environment(slot: int, jobs: int, runtime: Runtime, device: str) -> dict[st
         shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         gpus = shown.split(",")
         return os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
-    threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     return os.environ | {"OMP_NUM_THREADS": str(max(1, threads // jobs))}
 
 
@@ -227,15 +234,3 @@ def _within(runtime: Runtime) -> Runtime:
     """The threads that a process was given go before those of params.yaml, which are of all processes together."""
     given = os.environ.get("OMP_NUM_THREADS")
     return dataclasses.replace(runtime, threads=min(runtime.threads, int(given))) if runtime.threads and given else runtime
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are collected, for the processes to be stopped in order."""
-    received: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,6 +1,5 @@
 """`repro data check`: is a data set what it should be, and does it load fast enough, before days are spent on it."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from repro.core.errors import RunError, UserError
+from repro.core.runtime import usable_cores
 
 app = typer.Typer(help="Check data sets before a run.", no_args_is_help=True)
 
@@ -51,11 +51,6 @@ def run_check(kind: str, root: Path, *, full: bool, sample: int, seed: int, spee
         number = f"{report.errors:,} error{'s' if report.errors != 1 else ''}"
         raise RunError(f"data check {kind}: {number}, {warned} in {root}; the lines above say what to do")
     print(f"{kind} at {root}: no errors, {warned}")
-
-
-def usable_cores() -> int:
-    """The CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _print_speed(kind: str, root: Path, workers: int) -> None:

@@ -9,7 +9,7 @@ import os
 
 from repro.core.paths import Paths, find_root
 from repro.core.record import versions, write_json
-from repro.core.runtime import cpu_name, gpu_names
+from repro.core.runtime import cpu_name, gpu_names, usable_cores
 
 
 def command() -> None:
@@ -25,7 +25,7 @@ def run(paths: Paths) -> None:
     metrics = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": usable_cores(),
         "gpus": gpu_names(),
         **_memory(),
     }

@@ -51,7 +51,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     try:
         pages, line = _pages(params, ledger, results, html, paths.results / "figures")
     except _ODD as error:
-        blamed = _blamed(error, params, ledger, results)
+        blamed = _blamed(error, params, ledger, results, html)
         if blamed is None:
             raise
         raise blamed from error
@@ -80,12 +80,12 @@ def _pages(params: ReportParams, ledger: Any, results: Any, html: bool, figures:
     return pages, " / ".join(f"{status} {counts[status]}" for status in STATUSES) + f" of {len(verdicts)}"
 
 
-def _blamed(error: Exception, params: ReportParams, ledger: Any, results: Any) -> UserError | None:
+def _blamed(error: Exception, params: ReportParams, ledger: Any, results: Any, html: bool) -> UserError | None:
     """The error as one line that names the record without which it does not occur; None where it occurs without each."""
     for source in results.sources:
         try:
             with tempfile.TemporaryDirectory() as figures:
-                _pages(params, ledger, results.without(source), html=False, figures=Path(figures))
+                _pages(params, ledger, results.without(source), html, Path(figures))
         except _ODD:
             continue
         return UserError(f"{source.path}: cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/")

@@ -20,6 +20,7 @@ from typing import Any
 
 from repro.core.errors import RunError
 from repro.core.record import FIRST_PARTY
+from repro.core.runtime import usable_cores
 
 SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"
 LIMIT_S = 180  # of one command; far above what any takes, so that one that hangs is a failure and no halt
@@ -264,7 +265,7 @@ def stop(lab: Lab, number: int, code: int) -> Checkout:
 
 def do(lab: Lab, groups: list[Callable[[Lab], Jobs]]) -> None:
     """Do the jobs of these groups, so many at a time as there are cores, beside a run that SIGTERM stops for them to start from."""
-    with ThreadPoolExecutor(max(2, min(4, len(os.sched_getaffinity(0))))) as pool:
+    with ThreadPoolExecutor(max(2, min(4, usable_cores()))) as pool:
         try:
             lab.stopped = pool.submit(stop, lab, signal.SIGTERM, 143)
             for job in [pool.submit(job) for group in groups for job in group(lab)]:

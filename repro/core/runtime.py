@@ -76,6 +76,11 @@ def choose_device(choice: str) -> Any:
     return torch.device(choice)
 
 
+def usable_cores() -> int:
+    """The CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def device_label(device: Any, threads: int | None = None) -> str:
     """What a result says of its device: `cuda: NVIDIA L40S` or `cpu: AMD EPYC, 2 threads`."""
     import torch

@@ -88,8 +88,9 @@ class TrainOrder:
 def _in_pairs(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Samples reordered so that each pair is of one group; a pair has the place of its second, and who is left alone comes last."""
     pairs, alone = [], []
-    for group in np.unique(groups):
-        places = np.flatnonzero(groups[order] == group)
+    in_order = groups[order]
+    by_group = in_order.argsort(kind="stable")
+    for places in np.split(by_group, np.flatnonzero(np.diff(in_order[by_group])) + 1):
         whole = len(places) // 2 * 2
         pairs.append(places[:whole].reshape(-1, 2))
         alone.append(places[whole:])

@@ -1,5 +1,6 @@
 """The figures of interpretability, as PNG. The same numbers give the same bytes."""
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def radial_figure(path: Path, shapes: Mapping[str, Shape], even: tuple[str, Shap
     figure, axes = _figure(1, 1, 4.6)
     panel = axes[0, 0]
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
-    for colour, (label, shape) in zip(COLOURS, shapes.items(), strict=False):
+    for colour, (label, shape) in zip(itertools.cycle(COLOURS), shapes.items(), strict=False):
         panel.plot(shape.share_within, color=colour, label=label)
     panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it")
     panel.set(xlim=(0, None), ylim=(0, 1.02))
@@ -124,7 +125,7 @@ def reconstruction_figure(path: Path, losses: Mapping[str, ArrayLike], caption: 
         if layer >= layers:
             panel.remove()
             continue
-        for colour, (state, values) in zip(COLOURS, losses.items(), strict=False):
+        for colour, (state, values) in zip(itertools.cycle(COLOURS), losses.items(), strict=False):
             panel.plot(range(1, values.shape[1] + 1), values[layer], color=colour, linewidth=1.2, label=state)
         panel.set_title(f"layer {layer + 1}", fontsize=9)
         panel.set_ylim(bottom=0)

@@ -100,10 +100,9 @@ def top1_of(source: Source) -> dict[int, float]:
 def verdict_of(group: Group, place: str, ledger: Ledger) -> Verdict:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge`."""
     there = group.at(place)
-    before = {}
-    for name, source in there.items():
-        values = [entry["top1_previous_percent"] for entry in source.metrics.get("seeds", ())]
-        before[name] = None if None in values or not values else statistics.mean(values)
+    before = {
+        name: {entry["seed"]: entry["top1_previous_percent"] for entry in source.metrics.get("seeds", ())} for name, source in there.items()
+    }
     top1 = {name: top1_of(source) for name, source in there.items()}
     return judge(top1, before, orders_of(place, ledger), group.any["val_images"], group.any["classes"])
 
@@ -142,7 +141,7 @@ def ablation_parts(results: Results) -> list[str]:
         if place in FIGURES and drawn[place, group.any["data_cell"]] is group:
             text += f"\n\n![{place}](figures/{_file(place, group)})"
         if absent := [name for name in PLACES[place] if name not in group.variants]:
-            text += f"\n\nNot trained here: {', '.join(absent)}; `repro ablate --all --data {group.any['data_cell']}` trains all variants."
+            text += f"\n\nNot trained here: {', '.join(absent)}; `repro ablate --all --data {group.any['data_cell']} --epochs {group.any['epochs']}` trains all."
         if verdict.pairs:
             text += "\n\n" + _pairs_grid(place, verdict, ledger)
         parts.append(text)
@@ -154,6 +153,12 @@ def draw_figures(results: Results, folder: Path) -> list[Path]:
     ledger = load_ledger()
     judged = [(group, place, None) for group in groups(results) for place in FIGURES if len(group.at(place)) > 1]
     return [_draw(folder / _file(place, group), group, place, ledger) for (place, _), group in _to_draw(judged).items()]
+
+
+def drawn_from(results: Results) -> dict[str, list[Source]]:
+    """File that `draw_figures` makes -> the records that it shows."""
+    judged = [(group, place, None) for group in groups(results) for place in FIGURES if len(group.at(place)) > 1]
+    return {_file(place, group): list(group.at(place).values()) for (place, _), group in _to_draw(judged).items()}
 
 
 def _pretrained(results: Results, model: str, like: Source) -> Source | None:
@@ -252,8 +257,9 @@ def _draw(path: Path, group: Group, place: str, ledger: Ledger) -> Path:
         if source.metrics.get("throughput_img_per_s") is not None:
             speed.plot(x, source.metrics["throughput_img_per_s"], "s", color=colour)
     one = group.any
+    measured_on = "; ".join(sorted({source.metrics["throughput_device"] for source in there.values() if "throughput_device" in source.metrics}))
     ours.set(title=f"ours: {one['model'].split('_patch')[0]} on {one['data_cell']}, {one['epochs']} epochs", ylabel="Top-1 (%): mean ± spread, seeds")
-    speed.set(title=f"ours, on {group.device}", ylabel="images per second", ylim=(0, 1.15 * speed.dataLim.y1 if speed.has_data() else 1))
+    speed.set(title=f"ours, {measured_on}", ylabel="images per second", ylim=(0, 1.15 * speed.dataLim.y1 if speed.has_data() else 1))
     label = "chunk size b (tokens)" if place == "Fig. 7(a)" else "learnable initial states"
     for panel in (paper, ours, speed):
         panel.set_xticks(range(len(ticks)), ticks)

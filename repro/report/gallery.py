@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from .ablations import drawn_from
 from .claims import STATUSES, Verdict, runnable, status_counts
 from .sources import Results, Source
 from .wording import grid
@@ -48,9 +49,9 @@ FIGURES = (
         place="Fig. 6", files="measured/*/efficiency/fig6_*.png", command=_SWEEP,
         shows="multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",
     ),
-    Figure(place="Fig. 7a", files="figures/fig7a_*.png", command="repro ablate", shows="Top-1 accuracy against the mini-batch size b, 4 to 196"),
+    Figure(place="Fig. 7a", files="figures/fig7a_*.png", command="repro ablate --all", shows="Top-1 accuracy against the mini-batch size b, 4 to 196"),
     Figure(
-        place="Fig. 7b", files="figures/fig7b_*.png", command="repro ablate",
+        place="Fig. 7b", files="figures/fig7b_*.png", command="repro ablate --all",
         shows="Top-1 accuracy against the number of learnable initial states W0: none, one shared, two",
     ),
     Figure(
@@ -138,8 +139,7 @@ def _origin(name: str, results: Results, profile: str) -> str:
 
 
 def _records(name: str, results: Results) -> list[Source]:
-    if name.startswith("figures/"):  # drawn by the report from all ablations of one data set: figures/<figure>_<data>.png
-        data = Path(name).stem.partition("_")[2]
-        return [s for s in results.sources if "/ablate/" in s.path and s.metrics.get("data") == data]
+    if name.startswith("figures/"):  # drawn by the report itself
+        return drawn_from(results).get(Path(name).name, [])
     beside = {f"results/{folder}{end}" for folder in Path(name).parents for end in ("/metrics.json", ".json")}
     return [source for source in results.sources if source.path in beside]

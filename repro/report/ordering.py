@@ -58,12 +58,12 @@ class Verdict:
     tau: float | None
 
 
-def judge(top1: Mapping[str, Top1], before: Mapping[str, float | None], orders: Sequence[tuple[str, str]], images: int, classes: int) -> Verdict:
+def judge(top1: Mapping[str, Top1], before: Mapping[str, Mapping[int, float | None]], orders: Sequence[tuple[str, str]], images: int, classes: int) -> Verdict:
     """The verdict of a table.
 
     Args:
         top1: variant -> seed -> accuracy in percent.
-        before: variant -> mean accuracy at the evaluation before the last; None if there was none.
+        before: variant -> seed -> accuracy at the evaluation before the last; None if there was none.
         orders: (better, worse) by the paper; those of which one was not trained are left out.
         images: of the validation split.
         classes: of the data set.
@@ -77,7 +77,7 @@ def judge(top1: Mapping[str, Top1], before: Mapping[str, float | None], orders: 
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
     pairs = compare(top1, orders, seeds, images)
     tau = statistics.mean((pair.difference > 0) - (pair.difference < 0) for pair in pairs)
-    return Verdict(**_said(pairs, means, [before[name] for name in names], images, classes), pairs=pairs, tau=tau)
+    return Verdict(**_said(pairs, means, [before[name][seed] for name in names for seed in seeds], images, classes), pairs=pairs, tau=tau)
 
 
 def compare(top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], seeds: Sequence[int], images: int) -> tuple[Pair, ...]:

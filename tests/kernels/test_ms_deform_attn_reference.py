@@ -1,6 +1,5 @@
 """The reference of multi-scale deformable attention, and the torch backend beside it, against numbers and rules from elsewhere."""
 
-import math
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
 import pytest
 
 from repro.core.variants import PLACES, VARIANTS
-from repro.report.ablations import ablation_parts, draw_figures, groups, orders_of
+from repro.report.ablations import ablation_parts, draw_figures, drawn_from, groups, orders_of
 
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
@@ -54,7 +54,7 @@ def test_a_missing_cell_is_named_and_the_rest_is_shown(checkout):
     for name in ("mid", "chunk_all"):
         (checkout.paths.results / "measured/cpu/ablate/digits" / name / "metrics.json").unlink()
     text = part(checkout, "### Table 4")
-    assert "Not trained here: mid; `repro ablate --all --data digits`" in text and "| pool head |" in text and "mid >" not in text
+    assert "Not trained here: mid; `repro ablate --all --data digits --epochs 4` trains all" in text and "| pool head |" in text and "mid >" not in text
     assert "Not trained here: chunk_all" in part(checkout, "### Fig. 7(a)")
 
 
@@ -95,7 +95,10 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
     train(checkout, "conv2d", [80, 81], folder="ablate")
     train(checkout, "w0_frozen", [70, 71], folder="ablate", throughput_img_per_s=None, throughput_img_per_s_reason="not measured yet")
     folder = checkout.paths.results / "figures"
+    train(checkout, "chunk8", [71, 72], folder="ablate_elsewhere")  # one alone makes no figure
     files = draw_figures(checkout.results(), folder)
+    shown = drawn_from(checkout.results())
+    assert sorted(shown) == sorted(file.name for file in files) and not any("elsewhere" in s.path for of in shown.values() for s in of)
     assert sorted(file.name for file in files) == ["fig7a_digits.png", "fig7b_digits.png"]
     before = [file.read_bytes() for file in files]
     assert [file.read_bytes() for file in draw_figures(checkout.results(), folder)] == before and before[0].startswith(b"\x89PNG")

@@ -41,12 +41,11 @@ def test_every_figure_of_the_paper_stands_in_its_order(checkout):
 def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(checkout):
     checkout.record("visualize", {"images": 8}, device=checkout.CPU)
     checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
-    checkout.record("ablate/b4_digits", {"data": "digits"}, device=checkout.H200)
-    drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png", "7a": "figures/fig7a_digits.png"}
+    drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png"}
     for name in drawn.values():
         draw(checkout, name)
     found = figures(checkout)
-    origin = {"8": f"{checkout.CPU}; the `mini` profile", "6": f"{checkout.H200}; run by hand", "7a": f"{checkout.H200}; the `mini` profile"}
+    origin = {"8": f"{checkout.CPU}; the `mini` profile", "6": f"{checkout.H200}; run by hand"}
     for number, name in drawn.items():
         assert f"]({name})\n\n`{name}`: {origin[number]}" in found[number]
         assert "Not drawn yet" not in found[number]

@@ -13,7 +13,7 @@ ORDERS = list(combinations(NAMES, 2))  # the paper has a above b above c above d
 
 
 def judge(top1, gain=0.5, images=10_000, classes=10):
-    before = {name: None if gain is None else sum(of.values()) / len(of) - gain for name, of in top1.items()}
+    before = {name: {seed: None if gain is None else value - gain for seed, value in of.items()} for name, of in top1.items()}
     return ordering.judge(top1, before, ORDERS, images, classes)
 
 

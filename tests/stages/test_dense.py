@@ -1,6 +1,5 @@
 """`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results, continuation, and wrong inputs as one line."""
 
-import contextlib
 import csv
 import hashlib
 import json

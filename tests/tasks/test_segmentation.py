@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.ranks import Ranks
