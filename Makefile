@@ -19,7 +19,7 @@ help:
 
 test: setup
 	@# a process per core, each with one thread: the tests are many small ones; those of a file share what it prepares
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Chromium is the machine's own, else playwright fetches one; where neither is to be had: apt install chromium
 test-browser: setup

@@ -196,10 +196,12 @@ def _train_all(grid: Mapping[str, Variant], asked: Asked, paths: Paths, runtime:
                 del running[slot]
                 finished += 1
                 said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+                # an error may stand in front of what the process still had to write when it ended
+                last = next((line for line in reversed(said) if line.startswith("repro: ")), said[-1]).removeprefix("repro: ")
                 if process.returncode and not received:
-                    failed[each.name] = said[-1].removeprefix("repro: ")
+                    failed[each.name] = last
                 left = (time.monotonic() - began) / finished * (total - finished) / 60
-                print(f"[{finished} of {total}, about {left:.0f} min left] {said[-1]} ({time.monotonic() - started:.0f} s)", flush=True)
+                print(f"[{finished} of {total}, about {left:.0f} min left] {last} ({time.monotonic() - started:.0f} s)", flush=True)
     if received:
         raise Interrupted(received[0], f"{finished} of {total} variants ended, each with its state kept")
     return failed

@@ -130,7 +130,7 @@ def ablation_parts(results: Results) -> list[str]:
     head = (
         f"{title}\n\nVariants of Vittt, trained alike here. Is the paper's ordering by Top-1 seen? Each pair that the paper orders is judged by\n"
         "its differences over seeds (paired t, Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs.\n"
-        "[How](../docs/ablations.md). The paper's numbers are of Vittt-T on ImageNet-1K: only orderings are compared, never numbers.\n"
+        "How: `docs/ablations.md`. The paper's numbers are of Vittt-T on ImageNet-1K: only orderings are compared, never numbers.\n"
         "Our Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named.\n\n"
     )
     parts = [head + grid(["", "trained", "verdict", "because", "τ"], rows)]
