@@ -69,7 +69,7 @@ def _pages(params: ReportParams, ledger: Any, results: Any, html: bool, figures:
     from repro.report.tables import tables_md
 
     figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-    draw_figures(results, figures)
+    draw_figures(results, ledger, figures)
     verdicts = judge(ledger, results, params.speed_dtype)
     named = profile.active(results.paths, besides=("runtime",))
     tables = tables_md(ledger, verdicts, results, named)

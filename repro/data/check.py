@@ -202,14 +202,6 @@ def inspect(function: Callable[[Any], Any], items: Sequence[Any], workers: int, 
             raise RunError(f"{label}: a process died, mostly for want of memory; lower --workers") from None
 
 
-def reason(error: Exception) -> str:
-    """An exception in one line that repeats no path."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = " ".join(str(error).split())
-    return "not in any image format" if "cannot identify image file" in text else text or type(error).__name__
-
-
 def list_folder(folder: Path) -> tuple[dict[str, int], list[str]]:
     """({file name: bytes}, [names of folders]) of a folder, sorted, without hidden entries.
 

@@ -13,9 +13,9 @@ from PIL import Image
 
 from . import dense
 from .ade20k import FOLDERS
-from .check import Depth, Report, choose, inspect, list_folder, of_all, reason
+from .check import Depth, Report, choose, inspect, list_folder, of_all
 from .check_tree import image_size
-from .tree import EXTENSIONS, SPLITS, Source
+from .tree import EXTENSIONS, SPLITS, Source, reason
 
 _RENEW_COCO = "unpack annotations_trainval2017.zip again"
 _ADE_RELEASE = (

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import UserError
-from .check import Depth, Progress, Report, choose, inspect, list_folder, of_all, reason
+from .check import Depth, Progress, Report, choose, inspect, list_folder, of_all
 from .connect import CLASSES
 from .imagenet import read_rgb
 from .manifest import IMAGENET_1K
 from .settings import ExpectedCounts
 from .shards import is_sharded
-from .tree import EXTENSIONS, SPLITS, Source, Tree, read_archives
+from .tree import EXTENSIONS, SPLITS, Source, Tree, read_archives, reason
 
 # of the default settings; the split is a setting, so their sum is what is compared
 DIGITS = ExpectedCounts(classes=10, train=1438, val=359)

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from ..core.errors import UserError
-from .tree import UNREADABLE
+from .tree import UNREADABLE, reason
 
 
 def read_pixels(path: Path) -> np.ndarray:
@@ -46,4 +46,4 @@ def _decode(path: Path) -> Image.Image:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(path.read_bytes())) as image:
             return ImageOps.exif_transpose(image)
     except UNREADABLE as error:
-        raise UserError(f"{path}: unreadable image ({error}); get it again") from None
+        raise UserError(f"{path}: unreadable image ({reason(error)}); get it again") from None

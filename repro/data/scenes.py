@@ -79,7 +79,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 "annotations": annotations,
                 "categories": [
                     {"supercategory": "digit", "id": category_id, "name": name}
-                    for category_id, name in zip(CATEGORY_IDS, CLASSES, strict=False)
+                    for category_id, name in zip(CATEGORY_IDS, CLASSES[: -len(TEXTURES)], strict=True)
                 ],
             }
             (tree / f"coco/annotations/instances_{coco}.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -134,7 +134,7 @@ def _ground(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray
     angle = rng.uniform(0, 2 * np.pi)
     beyond = x * np.cos(angle) + y * np.sin(angle) > rng.uniform(-size / 4, size / 4)
     canvas, labels = np.empty((size, size)), np.empty((size, size), dtype=np.uint8)
-    for side, kind in zip((beyond, ~beyond), rng.permutation(len(TEXTURES)), strict=False):
+    for side, kind in zip((beyond, ~beyond), rng.permutation(len(TEXTURES))[:2], strict=True):
         pattern = _texture(rng, TEXTURES[kind], x, y)
         canvas[side] = (_MID_GREY * (1 + rng.uniform(*_TEXTURE_CONTRAST) * pattern))[side]
         labels[side] = len(CLASSES) - len(TEXTURES) + 1 + kind

@@ -18,6 +18,14 @@ EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
+def reason(error: Exception) -> str:
+    """An exception in one line that repeats no path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())
+    return "not in any image format" if "cannot identify image file" in text else text or type(error).__name__
+
+
 class Source(NamedTuple):
     """Bytes of an image: a whole file, or `size` bytes of it from `offset` on."""
 

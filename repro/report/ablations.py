@@ -1,6 +1,7 @@
 """The ablations, Tables 3 and 4 and Fig. 7: the paper's rows beside ours, and whether its ordering is seen in our data."""
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -8,7 +9,7 @@ from typing import Any
 
 from ..core.variants import PLACES, VARIANTS
 from .figures import STYLES, figure_of, save_png
-from .ledger import Ledger, load_ledger
+from .ledger import Ledger
 from .ordering import Verdict, judge
 from .sources import Results, Source
 from .wording import grid
@@ -116,10 +117,9 @@ def orders_of(place: str, ledger: Ledger) -> list[tuple[str, str]]:
     return [(better, worse) for i, better in enumerate(ranked) for worse in ranked[i + 1 :] if top1[better] > top1[worse]]
 
 
-def ablation_parts(results: Results) -> list[str]:
+def ablation_parts(results: Results, ledger: Ledger) -> list[str]:
     """Sections of Markdown: the verdicts, then every table and figure of each group of records."""
-    title = "## The ablations: Tables 3 and 4, Fig. 7"
-    every, ledger = groups(results), load_ledger()
+    title, every = "## The ablations: Tables 3 and 4, Fig. 7", groups(results)
     if not every:
         return [f"{title}\n\nNone is trained yet: `repro ablate`, or `repro ablate --all` for all {len(VARIANTS)} variants."]
     judged = [(group, place, verdict_of(group, place, ledger)) for group in every for place in PLACES if len(group.at(place)) > 1]
@@ -134,7 +134,7 @@ def ablation_parts(results: Results) -> list[str]:
         "Our Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named.\n\n"
     )
     parts = [head + grid(["", "trained", "verdict", "because", "τ"], rows)]
-    drawn = _to_draw(judged)
+    drawn = _to_draw(every)
     for group, place, verdict in judged:
         says = f"{SAYS[place]}\n\n" if place in SAYS else ""
         text = f"### {place}: {group.title}\n\n{says}" + _rows_grid(results, group, place, ledger)
@@ -148,17 +148,14 @@ def ablation_parts(results: Results) -> list[str]:
     return parts
 
 
-def draw_figures(results: Results, folder: Path) -> list[Path]:
+def draw_figures(results: Results, ledger: Ledger, folder: Path) -> list[Path]:
     """Fig. 7(a) and (b) of each data set, from the group with most of its variants: fig7a_<data>.png, fig7b_<data>.png."""
-    ledger = load_ledger()
-    judged = [(group, place, None) for group in groups(results) for place in FIGURES if len(group.at(place)) > 1]
-    return [_draw(folder / _file(place, group), group, place, ledger) for (place, _), group in _to_draw(judged).items()]
+    return [_draw(folder / _file(place, group), group, place, ledger) for (place, _), group in _to_draw(groups(results)).items()]
 
 
 def drawn_from(results: Results) -> dict[str, list[Source]]:
     """File that `draw_figures` makes -> the records that it shows."""
-    judged = [(group, place, None) for group in groups(results) for place in FIGURES if len(group.at(place)) > 1]
-    return {_file(place, group): list(group.at(place).values()) for (place, _), group in _to_draw(judged).items()}
+    return {_file(place, group): list(group.at(place).values()) for (place, _), group in _to_draw(groups(results)).items()}
 
 
 def _pretrained(results: Results, model: str, like: Source) -> Source | None:
@@ -172,11 +169,11 @@ def _pretrained(results: Results, model: str, like: Source) -> Source | None:
     return None
 
 
-def _to_draw(judged: list[tuple[Group, str, Any]]) -> dict[tuple[str, str], Group]:
-    """(figure, data set) -> the group with most of its variants, and then with most epochs."""
+def _to_draw(every: list[Group]) -> dict[tuple[str, str], Group]:
+    """(figure, data set) -> the group with most of its variants, two at least, and then with most epochs."""
     found: dict[tuple[str, str], Group] = {}
-    for group, place, _ in judged:
-        if place in FIGURES:
+    for group, place in itertools.product(every, FIGURES):
+        if len(group.at(place)) > 1:
             key = (place, group.any["data_cell"])
             found[key] = max(filter(None, (found.get(key), group)), key=lambda each: (len(each.at(place)), each.any["epochs"]))
     return found

@@ -8,6 +8,7 @@ import html
 import io
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -111,7 +112,7 @@ def _mark_cells(tokens: Sequence[Any]) -> None:
     """In the cells of tables: numbers of the paper and ours one below the other, and a word and a colour with each mark."""
     header: list[str] = []
     column = 0
-    for i, (before, token) in enumerate(zip(tokens, tokens[1:])):
+    for i, (before, token) in enumerate(pairwise(tokens)):
         if before.type == "thead_open":
             header = []
         elif before.type == "tr_open":

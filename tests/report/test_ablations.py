@@ -28,7 +28,7 @@ def grid(checkout, step=2.0, **more):
 
 
 def part(checkout, title):
-    (found,) = [text for text in ablation_parts(checkout.results()) if text.startswith(title)]
+    (found,) = [text for text in ablation_parts(checkout.results(), checkout.ledger) if text.startswith(title)]
     return found
 
 
@@ -40,7 +40,7 @@ def test_the_papers_orders_are_its_tables(ledger):
 
 def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_papers(checkout):
     grid(checkout)
-    head, *parts = ablation_parts(checkout.results())
+    head, *parts = ablation_parts(checkout.results(), checkout.ledger)
     assert head.count("**ordering seen**") == 4 and head.count("| 1.00 |") == 4
     assert [text.split(":")[0] for text in parts] == [f"### {place}" for place in PLACES]
     assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |" in part(checkout, "### Table 3")
@@ -64,7 +64,7 @@ def test_other_recipes_and_other_folders_are_other_groups(checkout):
     train(checkout, "conv2d", [90, 91])
     train(checkout, "head", [89, 90], recipe="another")
     assert sorted(len(group.variants) for group in groups(checkout.results())) == [1, 1, 2]
-    (only,) = [text for text in ablation_parts(checkout.results()) if text.startswith("### ")]
+    (only,) = [text for text in ablation_parts(checkout.results(), checkout.ledger) if text.startswith("### ")]
     assert only.startswith("### Table 4") and "90.50" not in only
 
 
@@ -78,7 +78,7 @@ def test_on_imagenet_vittt_itself_is_pretrains_and_detectors_belong_to_their_wei
     text = part(checkout, "### Table 3")
     assert "| design dual | 6.96 | 1.42 | 2068 | 77.5 | 42.7 | 38.6 | 0.3293 | 0.035 | 321 | 77.40 ± 0.25 | 42.6 | 38.5 |" in text
     assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 42.9 | 38.7 | 6.983 | – | – | 77.60 | – | – |" in text
-    assert "insufficient budget" in ablation_parts(checkout.results())[0]
+    assert "insufficient budget" in ablation_parts(checkout.results(), checkout.ledger)[0]
     assert checkout.judge()["table3.dual.top1_percent"].ours == pytest.approx(77.4)
     train(checkout, "gating", [70.0], **more)  # by hand: of as many epochs as somebody wished
     assert checkout.judge()["table3.gating.top1_percent"].ours is None
@@ -96,15 +96,15 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
     train(checkout, "w0_frozen", [70, 71], folder="ablate", throughput_img_per_s=None, throughput_img_per_s_reason="not measured yet")
     folder = checkout.paths.results / "figures"
     train(checkout, "chunk8", [71, 72], folder="ablate_elsewhere")  # one alone makes no figure
-    files = draw_figures(checkout.results(), folder)
+    files = draw_figures(checkout.results(), checkout.ledger, folder)
     shown = drawn_from(checkout.results())
     assert sorted(shown) == sorted(file.name for file in files) and not any("elsewhere" in s.path for of in shown.values() for s in of)
     assert sorted(file.name for file in files) == ["fig7a_digits.png", "fig7b_digits.png"]
     before = [file.read_bytes() for file in files]
-    assert [file.read_bytes() for file in draw_figures(checkout.results(), folder)] == before and before[0].startswith(b"\x89PNG")
-    linked = [text for text in ablation_parts(checkout.results()) if "figures/fig7b_digits.png" in text]
+    assert [file.read_bytes() for file in draw_figures(checkout.results(), checkout.ledger, folder)] == before and before[0].startswith(b"\x89PNG")
+    linked = [text for text in ablation_parts(checkout.results(), checkout.ledger) if "figures/fig7b_digits.png" in text]
     assert len(linked) == 1 and "4 epochs, 3 seeds" in linked[0]
 
 
 def test_nothing_trained_says_how(checkout):
-    assert "None is trained yet: `repro ablate`" in ablation_parts(checkout.results())[0] and draw_figures(checkout.results(), checkout.paths.results) == []
+    assert "None is trained yet: `repro ablate`" in ablation_parts(checkout.results(), checkout.ledger)[0] and draw_figures(checkout.results(), checkout.ledger, checkout.paths.results) == []
