@@ -510,11 +510,12 @@ def test_exit_codes(tmp_path):
     root = tmp_path / "digits"
     write_digits(root, DigitsSettings(image_size=16))
     code, out, err = command("digits", root, "--full", "--workers", 2)
-    assert (code, err) == (0, "") and out.endswith(f"digits at {root}: no errors, 0 warnings\n")
+    assert code == 0 and "repro:" not in err and out.endswith(f"digits at {root}: no errors, 0 warnings\n")
     victim = sorted((root / "val" / "digit_7").iterdir())[0]
     cut(victim)
     code, out, err = command("digits", root, "--full")
-    assert code == 1 and err == f"repro: data check digits: 1 error, 0 warnings in {root}; the lines above say what to do\n"
+    # a slow machine also prints progress there
+    assert code == 1 and err.splitlines()[-1] == f"repro: data check digits: 1 error, 0 warnings in {root}; the lines above say what to do"
     assert f"error    val/digit_7/{victim.name}: cannot be decoded: " in out
     code, out, err = command("ade20", root)
     assert (code, out) == (2, "") and err == "repro: kind 'ade20': not known; did you mean 'ade20k'?\n"
