@@ -9,13 +9,18 @@ ARGS :=
 # PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
 NEED_GB := 10
 
-.PHONY: help setup test test-browser reproduce
+.PHONY: help setup lint test test-browser reproduce
 
 help:
 	@echo 'make reproduce   run the whole pipeline; results/tables.md is the page to open afterwards'
 	@echo 'make test        run the tests; ARGS="-k loader" narrows them down'
+	@echo 'make lint        check the style and the format of the Python code'
 	@echo 'make test-browser  open results/report.html in a real browser; pictures of it in .runs/browser'
 	@echo 'make setup       only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 
 test: setup
 	@# a process per core, each with one thread: the tests are many small ones; those of a file share what it prepares

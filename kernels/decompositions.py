@@ -18,9 +18,21 @@ from . import bi_wkv, selective_scan, ttt_linear  # noqa: F401  registers the op
 
 
 def ttt_linear_by_scan(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, backend: str, keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+    backend: str,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     """The dual form of `ttt_linear.reference`, one chunk a step. Tokens beyond the last have a rate of 0: nothing is learned there."""
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
@@ -63,9 +75,18 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def selective_scan_by_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    reverse: Sequence[bool], backend: str, keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    reverse: Sequence[bool],
+    backend: str,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     """The recurrence of `selective_scan.reference`, one token a step."""
 
     def step(h, u, delta, B, C, A):

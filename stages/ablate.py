@@ -55,7 +55,9 @@ def command(
     gpus: GpusOption = None,
     grid: Annotated[bool, typer.Option("--all", help="All 17 variants, into results/measured/<device>/ablate/<data>/.")] = False,
     variant: Annotated[str | None, typer.Option(help="One of the 17 alone, in this process.")] = None,
-    data: Annotated[str | None, typer.Option(help="Of --all: the cell of prepare_data; without it, that of pretrain's first Vittt.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Of --all: the cell of prepare_data; without it, that of pretrain's first Vittt.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Of --all: trainings of each variant, with seeds 0, 1, ...")] = 3,
     epochs: Annotated[int | None, typer.Option(help="Of --all: so many epochs; without it, as many as in pretrain.")] = None,
     jobs: Annotated[int, typer.Option(help="Of --all: variants at once, spread over the GPUs; on a CPU they share the threads.")] = 1,
@@ -90,7 +92,13 @@ def run(params: AblateParams, paths: Paths, runtime: Runtime, cell: str, ranks: 
 
 
 def train_variant(
-    params: AblateParams, paths: Paths, runtime: Runtime, cell: str, folder: Path, ranks: Ranks = Ranks(), known: Mapping[int, Mapping] | None = None
+    params: AblateParams,
+    paths: Paths,
+    runtime: Runtime,
+    cell: str,
+    folder: Path,
+    ranks: Ranks = Ranks(),
+    known: Mapping[int, Mapping] | None = None,
 ) -> None:
     """Train a variant with each of its seeds, and write weights.safetensors (the first seed's), recipe.json, curve.csv and metrics.json.
 
@@ -165,9 +173,14 @@ def add_speed(params: AblateParams, runtime: Runtime, folder: Path) -> None:
     device, batch, side = choose_device(runtime.device).type, SPEED_BATCH, params.transform.image_size
     while True:
         spec = RowSpec(
-            model=params.model, options=params.options, resolution=(side, side), batch=batch, dtype=SPEED_DTYPE[device], device=device,
+            model=params.model,
+            options=params.options,
+            resolution=(side, side),
+            batch=batch,
+            dtype=SPEED_DTYPE[device],
+            device=device,
             threads=runtime.threads,
-        )  # fmt: skip
+        )
         row = measure(spec)
         if row["status"] != "oom" or batch == 1:
             break

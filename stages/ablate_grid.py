@@ -91,9 +91,13 @@ def run(asked: Asked, paths: Paths, runtime: Runtime) -> None:
         if asked.speed and name not in failed and each.speed_open:
             add_speed(each.params, runtime, each.folder)
             metrics = read_json(each.folder / "metrics.json")["metrics"]
-            print(f"{name}: {metrics['throughput_img_per_s'] or float('nan'):.0f} images/s at batch {metrics['throughput_batch']}", flush=True)
+            print(
+                f"{name}: {metrics['throughput_img_per_s'] or float('nan'):.0f} images/s at batch {metrics['throughput_batch']}", flush=True
+            )
     if failed:
-        raise RunError(f"ablate: {len(failed)} of {len(grid)} failed, the others are done: " + "; ".join(f"{n}: {why}" for n, why in failed.items()))
+        raise RunError(
+            f"ablate: {len(failed)} of {len(grid)} failed, the others are done: " + "; ".join(f"{n}: {why}" for n, why in failed.items())
+        )
 
 
 def variant_params(name: str, asked: Asked, paths: Paths) -> AblateParams:
@@ -119,13 +123,26 @@ def variant_params(name: str, asked: Asked, paths: Paths) -> AblateParams:
     recipe = next((params for params in ours if params.data == data), None)
     transform = (recipe or ours[0]).transform
     if recipe is None:
-        unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None, "re_prob": 0.0, "crop_pct": 1.0}
+        unchanged = {
+            "scale": (1.0, 1.0),
+            "ratio": (1.0, 1.0),
+            "hflip": 0.0,
+            "color_jitter": None,
+            "auto_augment": None,
+            "re_prob": 0.0,
+            "crop_pct": 1.0,
+        }
         if written := load_section(PrepareData, paths.params, "prepare_data", data).curves:
             unchanged["image_size"] = written.image_size
         recipe = dataclasses.replace(ours[0], mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0))
         transform = dataclasses.replace(transform, **unchanged)
     shared = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(ClassifierParams)}
-    shared |= {"data": data, "transform": transform, "options": {**recipe.options, **VARIANTS[name]}, "epochs": asked.epochs or recipe.epochs}
+    shared |= {
+        "data": data,
+        "transform": transform,
+        "options": {**recipe.options, **VARIANTS[name]},
+        "epochs": asked.epochs or recipe.epochs,
+    }
     return AblateParams(**shared, seeds=asked.seeds)
 
 
@@ -167,7 +184,10 @@ def _show_plan(grid: Mapping[str, Variant]) -> None:
     print_table(["variant", "what it changes", "to do"], rows)
     one = next(iter(grid.values())).params
     waiting = sum(len(each.missing) for each in grid.values())
-    print(f"{len(grid)} variants of {one.model} on {one.data}, {one.epochs} epochs, {len(one.seeds)} seed(s): {waiting} trainings to do", flush=True)
+    print(
+        f"{len(grid)} variants of {one.model} on {one.data}, {one.epochs} epochs, {len(one.seeds)} seed(s): {waiting} trainings to do",
+        flush=True,
+    )
 
 
 def _train_all(grid: Mapping[str, Variant], asked: Asked, paths: Paths, runtime: Runtime, device: str) -> dict[str, str]:
@@ -215,9 +235,12 @@ def _start(each: Variant, environment: Mapping[str, str], log: Path) -> subproce
     with open(log, "w", encoding="utf-8") as stream:
         # a session of its own: a Ctrl-C in the terminal reaches it through us alone, and once
         return subprocess.Popen(
-            [sys.executable, "-m", "repro", STAGE, *arguments, "--no-speed"], stdout=stream, stderr=subprocess.STDOUT, env=environment,
+            [sys.executable, "-m", "repro", STAGE, *arguments, "--no-speed"],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def _environment(slot: int, jobs: int, runtime: Runtime, device: str) -> dict[str, str]:

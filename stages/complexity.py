@@ -111,9 +111,14 @@ def run(params: ComplexityParams, paths: Paths) -> None:
         result = count(model, options, resolution)
         name = row_id(model, dict(options), resolution)
         rows[name] = {
-            "model": model, "options": dict(options), "resolution": list(resolution), "params": result.params,
-            "params_m": round(result.params / 1e6, 3), "macs_g": result.macs_g, "method": result.method,
-        }  # fmt: skip
+            "model": model,
+            "options": dict(options),
+            "resolution": list(resolution),
+            "params": result.params,
+            "params_m": round(result.params / 1e6, 3),
+            "macs_g": result.macs_g,
+            "method": result.method,
+        }
         kinds = {"params": result.param_terms, "macs": result.mac_terms}
         if isinstance(result, AdaptedCost):
             rows[name]["macs_g_paper_convention"] = result.macs_g_paper_convention

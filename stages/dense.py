@@ -127,7 +127,9 @@ def check_weights(params: Any, paths: Paths, where: str) -> None:
     record = path.parent / "metrics.json"
     stated = params.weights_sha256 or (read_json(record)["metrics"].get("weights") if record.is_file() else None)
     if stated is None:
-        raise UserError(f"{where}.weights: nothing says which file {path} should be; if it is the right one, add weights_sha256: {found[:16]}")
+        raise UserError(
+            f"{where}.weights: nothing says which file {path} should be; if it is the right one, add weights_sha256: {found[:16]}"
+        )
     if not found.startswith(stated.lower()):
         raise UserError(f"{where}.weights: {path}: has SHA-256 {found[:16]}..., expected {stated}; get the right file")
 
@@ -173,7 +175,13 @@ def describe(task: str, adapter: Any, parts: Mapping[str, Any], classes: Sequenc
     """What weights files say of a dense model: the backbone, the classes, and the params of which the rest is built."""
     name, options = adapter.built_from
     built_with = {key: dataclasses.asdict(part) for key, part in parts.items()}
-    return {"name": name, "options": dict(options), "preprocessing": built_with["transform"], "classes": list(classes), "task": {"name": task, **built_with}}
+    return {
+        "name": name,
+        "options": dict(options),
+        "preprocessing": built_with["transform"],
+        "classes": list(classes),
+        "task": {"name": task, **built_with},
+    }
 
 
 def placed(model: Any, runtime: Runtime, ranks: Ranks) -> Any:
@@ -198,9 +206,13 @@ def loop_params(params: Any, runtime: Runtime, ranks: Ranks, where: str) -> tupl
     if share % micro:
         raise UserError(f"runtime.micro_batch: {micro} does not fit {share} images of a process; take a number that divides it")
     settings = LoopParams(
-        epochs=params.epochs, evaluate_every=params.evaluate_every, precision=precision_on(params.precision, device_of(runtime, ranks)),
-        accumulate=share // micro, max_bad_steps=params.max_bad_steps, save_every_steps=runtime.save_every_steps,
-    )  # fmt: skip
+        epochs=params.epochs,
+        evaluate_every=params.evaluate_every,
+        precision=precision_on(params.precision, device_of(runtime, ranks)),
+        accumulate=share // micro,
+        max_bad_steps=params.max_bad_steps,
+        save_every_steps=runtime.save_every_steps,
+    )
     return settings, share
 
 
@@ -231,7 +243,9 @@ def examples_of(instances: Any) -> Iterator[tuple[Any, int]]:
             yield torch.from_numpy(mask), int(instances.labels[target])
 
 
-def write_result(job: Job, outcome: Outcome, metrics: Mapping[str, Any], report: Mapping[str, str], paths: Paths, ranks: Ranks, seconds: float) -> None:
+def write_result(
+    job: Job, outcome: Outcome, metrics: Mapping[str, Any], report: Mapping[str, str], paths: Paths, ranks: Ranks, seconds: float
+) -> None:
     """Write load_report.txt, metrics.json and run.json, and forget the state.
 
     metrics: those of `training.Outcome.metrics`, of the task, and how the backbone began.
@@ -240,12 +254,7 @@ def write_result(job: Job, outcome: Outcome, metrics: Mapping[str, Any], report:
 
     params = job.params
     write_text(job.folder / "load_report.txt", "".join(f"{what:<22} {key}\n" for key, what in report.items()))
-    about = {
-        "model": params.model,
-        "options": params.options,
-        "initial": params.weights or "random",
-        "batch_size": params.batch_size,
-    }
+    about = {"model": params.model, "options": params.options, "initial": params.weights or "random", "batch_size": params.batch_size}
     identity = make_identity(
         paths.root,
         [f"stages.{job.stage}", family_module(params.model)],

@@ -32,16 +32,30 @@ class DetectParams(dense.DenseParams):
     transform: DetectionTransformSettings
 
 
-def command(cell: CellOption = None, gpus: GpusOption = None, random: dense.RandomOption = False, epochs: dense.EpochsOption = None) -> None:
+def command(
+    cell: CellOption = None, gpus: GpusOption = None, random: dense.RandomOption = False, epochs: dense.EpochsOption = None
+) -> None:
     """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
     train_cells(
-        TASK, DetectParams, cell, gpus, functools.partial(run, random=random, epochs=epochs),
-        functools.partial(dense.check_before_launch, stage=TASK), dense.options_given(random, epochs),
-    )  # fmt: skip
+        TASK,
+        DetectParams,
+        cell,
+        gpus,
+        functools.partial(run, random=random, epochs=epochs),
+        functools.partial(dense.check_before_launch, stage=TASK),
+        dense.options_given(random, epochs),
+    )
 
 
 def run(
-    params: DetectParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks = Ranks(), *, random: bool = False, epochs: int | None = None
+    params: DetectParams,
+    paths: Paths,
+    runtime: Runtime,
+    cell: str,
+    ranks: Ranks = Ranks(),
+    *,
+    random: bool = False,
+    epochs: int | None = None,
 ) -> None:
     """Train one cell and write results/detect/<cell>/{weights.safetensors, snapshots/, curve.csv, load_report.txt, examples/, metrics.json}.
 
@@ -64,7 +78,9 @@ def run(
     _draw_examples(job, outcome.model.eval())
     dense.write_result(job, outcome, metrics, report, paths, ranks, time.monotonic() - started)
     where = f"{last['images']} held-out images of {data}"
-    print(f"{cell}{suffix}: box AP {scores['ap_box_percent']:.1f} %, AP50 {scores['ap50_box_percent']:.1f} %, mask AP {scores['ap_mask_percent']:.1f} % on {where}")
+    print(
+        f"{cell}{suffix}: box AP {scores['ap_box_percent']:.1f} %, AP50 {scores['ap50_box_percent']:.1f} %, mask AP {scores['ap_mask_percent']:.1f} % on {where}"
+    )
 
 
 def build(backbone: Any, num_classes: int, params: MaskRcnnParams) -> Any:
@@ -74,9 +90,7 @@ def build(backbone: Any, num_classes: int, params: MaskRcnnParams) -> Any:
     return MaskRcnn(backbone, num_classes, params)
 
 
-def _made(
-    params: DetectParams, paths: Paths, runtime: Runtime, cell: str, suffix: str, ranks: Ranks
-) -> tuple[Job, Mapping[str, str], str]:
+def _made(params: DetectParams, paths: Paths, runtime: Runtime, cell: str, suffix: str, ranks: Ranks) -> tuple[Job, Mapping[str, str], str]:
     """What a run is made of, the report of the backbone's weights, and the kind of the data."""
     from repro.data.coco import read_instances
     from repro.data.dense import open_dense
@@ -107,15 +121,28 @@ def _made(
     )
     val = EvalLoader(val_set, batch_size=1, **here)
     task = Detection(
-        model, train, val, batch_size=params.batch_size, annotations=splits["val"].file, category_ids=splits["val"].category_ids,
-        device=device, ranks=ranks,
-    )  # fmt: skip
+        model,
+        train,
+        val,
+        batch_size=params.batch_size,
+        annotations=splits["val"].file,
+        category_ids=splits["val"].category_ids,
+        device=device,
+        ranks=ranks,
+    )
     described = dense.describe(TASK, adapter, {"mask_rcnn": params.mask_rcnn, "transform": params.transform}, classes)
     folder = dense.folder_of(paths, runtime, ranks, TASK, cell, suffix)
     job = Job(
-        stage=TASK, cell=f"{cell}{suffix}", params=params, task=task, settings=settings, device=device, inputs=inputs, described=described,
+        stage=TASK,
+        cell=f"{cell}{suffix}",
+        params=params,
+        task=task,
+        settings=settings,
+        device=device,
+        inputs=inputs,
+        described=described,
         folder=folder,
-    )  # fmt: skip
+    )
     return job, report, manifest.kind
 
 

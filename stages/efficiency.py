@@ -18,9 +18,22 @@ from . import efficiency_sweep
 
 COMPARED_AT = 1280  # the side at which the paper states speed-up and memory saved (Fig. 1)
 COLUMNS = (
-    "row", "model", "attention", "side", "batch", "dtype", "device", "backend", "status", "throughput_img_per_s", "latency_ms",
-    "latency_ms_low", "latency_ms_high", "peak_memory_mib", "macs_g",
-)  # fmt: skip
+    "row",
+    "model",
+    "attention",
+    "side",
+    "batch",
+    "dtype",
+    "device",
+    "backend",
+    "status",
+    "throughput_img_per_s",
+    "latency_ms",
+    "latency_ms_low",
+    "latency_ms_high",
+    "peak_memory_mib",
+    "macs_g",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +125,13 @@ def command(
             resolutions=parse_resolutions(res) if res else GRID,
             families=parse_names(families, FAMILIES, "family") if families else tuple(FAMILIES),
             sizes=parse_names(sizes, SIZES, "size") if sizes else None,
-            batch=batch, dtype=dtype, mode=mode or "infer", compile=compile, minutes=minutes, runs=runs or 1,
-        )  # fmt: skip
+            batch=batch,
+            dtype=dtype,
+            mode=mode or "infer",
+            compile=compile,
+            minutes=minutes,
+            runs=runs or 1,
+        )
     except ValueError as error:
         raise UserError(f"efficiency: {error}") from None
     efficiency_sweep.run(asked, paths, dataclasses.replace(runtime, device=device or runtime.device))
@@ -142,9 +160,15 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
         torch.set_num_threads(runtime.threads)
     label = device_label(device)
     shared = {
-        "batch": params.batch, "dtype": params.dtype, "device": device.type, "backend": params.backend, "steps": params.steps,
-        "warmup": params.warmup, "budget_s": params.budget_s, "threads": runtime.threads,
-    }  # fmt: skip
+        "batch": params.batch,
+        "dtype": params.dtype,
+        "device": device.type,
+        "backend": params.backend,
+        "steps": params.steps,
+        "warmup": params.warmup,
+        "budget_s": params.budget_s,
+        "threads": runtime.threads,
+    }
     specs = [
         RowSpec(model=model, attention=attention, resolution=(side, side), **shared)
         # resolution outside, models inside: what is compared runs close in time, so a drifting machine meets it alike
@@ -174,36 +198,21 @@ def run(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     metrics = {
         "rows": rows,
         f"speedup_at_{COMPARED_AT}": _compare(params, rows, "latency_ms", lambda ours, theirs: theirs / ours),
-        f"memory_saved_at_{COMPARED_AT}_percent": _compare(
-            params, rows, "peak_memory_mib", lambda ours, theirs: 100 * (1 - ours / theirs)
-        ),
+        f"memory_saved_at_{COMPARED_AT}_percent": _compare(params, rows, "peak_memory_mib", lambda ours, theirs: 100 * (1 - ours / theirs)),
         "op": op,
     }
     folder = paths.results / "efficiency"
     write_text(folder / "rows.csv", efficiency_sweep.rows_csv(rows, COLUMNS))
-    identity = make_identity(
-        paths.root,
-        ["stages.efficiency"],
-        params,
-        device=label,
-        dtype=params.dtype,
-        backend=backend,
-    )
+    identity = make_identity(paths.root, ["stages.efficiency"], params, device=label, dtype=params.dtype, backend=backend)
     write_record(folder, metrics, identity, time.monotonic() - started)
 
 
 def _models(params: EfficiencyParams) -> list[tuple[str, str | None]]:
-    compared = [
-        row
-        for pair in params.sizes.values()
-        for row in ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused"))
-    ]
+    compared = [row for pair in params.sizes.values() for row in ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused"))]
     return compared + [(model, None) for model in params.others]
 
 
-def _compare(
-    params: EfficiencyParams, rows: list[dict], key: str, ratio: Callable[[float, float], float]
-) -> dict[str, dict[str, Any]]:
+def _compare(params: EfficiencyParams, rows: list[dict], key: str, ratio: Callable[[float, float], float]) -> dict[str, dict[str, Any]]:
     by_place = {(row["model"], row["attention"], row["resolution"][0]): row for row in rows}
     compared: dict[str, dict[str, Any]] = {}
     for size, pair in params.sizes.items():

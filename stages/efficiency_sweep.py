@@ -16,9 +16,27 @@ from repro.core.record import hash_files, import_closure, make_identity, read_js
 from repro.core.runtime import Runtime, choose_device, device_label, device_slug
 
 COLUMNS = (
-    "row", "model", "attention", "side", "batch", "dtype", "mode", "compile", "device", "backend", "attention_kernel", "status",
-    "throughput_img_per_s", "latency_ms", "latency_ms_low", "latency_ms_high", "peak_memory_mib", "params", "macs_g", "run",
-)  # fmt: skip
+    "row",
+    "model",
+    "attention",
+    "side",
+    "batch",
+    "dtype",
+    "mode",
+    "compile",
+    "device",
+    "backend",
+    "attention_kernel",
+    "status",
+    "throughput_img_per_s",
+    "latency_ms",
+    "latency_ms_low",
+    "latency_ms_high",
+    "peak_memory_mib",
+    "params",
+    "macs_g",
+    "run",
+)
 # of the bandwidth of a copy, before a ratio against the operator's family is given
 LEAST_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
 ON_CPU = {"sizes": ("T",), "batch": 1, "dtype": "fp32", "minutes": 10.0}
@@ -148,7 +166,9 @@ class _Store:
         new = {"row": spec.row_id, **row, "device": self.label, "code": self.code(spec.model), "run": number}
         new["versions"] = self._versions["torch"]
         kept = [old for old in self.rows if (key_of(old), old["run"]) != (key_of(new), number)]
-        self.rows = sorted([*kept, new], key=lambda r: (r["run"], r["mode"], r["compile"], r["dtype"], r["batch"], r["resolution"], r["row"]))
+        self.rows = sorted(
+            [*kept, new], key=lambda r: (r["run"], r["mode"], r["compile"], r["dtype"], r["batch"], r["resolution"], r["row"])
+        )
         self.write()
 
     def write(self) -> None:
@@ -157,9 +177,13 @@ class _Store:
         metrics = {"rows": self.rows, "left_out": self.left_out, "gates": self.gates, **conclude(self.rows, self.gates)}
         backends = sorted({row["backend"] for row in self.rows if row["status"] == "ok"})
         identity = make_identity(
-            self.paths.root, ["stages.efficiency_sweep"], self.asked, device=self.label, dtype=self.asked.dtype,
+            self.paths.root,
+            ["stages.efficiency_sweep"],
+            self.asked,
+            device=self.label,
+            dtype=self.asked.dtype,
             backend=", ".join(backends) or "none",
-        )  # fmt: skip
+        )
         write_record(self.folder, metrics, identity, time.monotonic() - self.started, name="efficiency")
 
     def summary(self) -> list[str]:
@@ -308,7 +332,11 @@ def conclude(rows: Sequence[Mapping[str, Any]], gates: Sequence[Mapping[str, Any
             growth.append(found)
     again = [row for row in rows if row["run"] == 2]
     share = overlap_percent(first, again)
-    repeated = {"rows": len(again), "overlap_percent": share, **({"reason": "nothing was measured twice; --runs 2"} if share is None else {})}
+    repeated = {
+        "rows": len(again),
+        "overlap_percent": share,
+        **({"reason": "nothing was measured twice; --runs 2"} if share is None else {}),
+    }
     return {"compared": compared, "growth": growth, "repeated": repeated}
 
 

@@ -22,13 +22,7 @@ def run(paths: Paths) -> None:
 
     `gpus` lists name and driver of each NVIDIA GPU; `usable_cores` counts the CPUs that this process may run on.
     """
-    metrics = {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "usable_cores": usable_cores(),
-        "gpus": gpu_names(),
-        **_memory(),
-    }
+    metrics = {"cpu": cpu_name(), "cores": os.cpu_count(), "usable_cores": usable_cores(), "gpus": gpu_names(), **_memory()}
     write_json(paths.results / "environment" / "metrics.json", {"metrics": metrics, "identity": {"versions": versions()}})
 
 

@@ -74,9 +74,7 @@ def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data`, e.g. digits or imagenet.")],
     weights: Annotated[
         Path | None,
-        typer.Option(
-            help="A .safetensors file of this project, which names its model; or, with --model, an official file of that model."
-        ),
+        typer.Option(help="A .safetensors file of this project, which names its model; or, with --model, an official file of that model."),
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -85,9 +83,7 @@ def command(
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="With --model: timm's published weights, of ImageNet-1K alone where there are.")
     ] = False,
-    table1: Annotated[
-        bool, typer.Option("--table1", help="Every model of Table 1 with published weights, at the table's size.")
-    ] = False,
+    table1: Annotated[bool, typer.Option("--table1", help="Every model of Table 1 with published weights, at the table's size.")] = False,
     image_size: Annotated[
         list[int] | None, typer.Option(min=1, help="Side in pixels, where it is not the one of the training; several give a curve.")
     ] = None,
@@ -102,9 +98,15 @@ def command(
     """Measure top-1 and top-5 accuracy on the validation split; written under results/measured."""
     paths = find_root()
     asked = Request(
-        weights=weights, models=tuple(model or ()), pretrained=pretrained, table1=table1, image_sizes=tuple(image_size or ()),
-        batch_size=batch_size, limit=limit, dtype=dtype,
-    )  # fmt: skip
+        weights=weights,
+        models=tuple(model or ()),
+        pretrained=pretrained,
+        table1=table1,
+        image_sizes=tuple(image_size or ()),
+        batch_size=batch_size,
+        limit=limit,
+        dtype=dtype,
+    )
     run(paths, load_runtime(paths), data, asked)
 
 
@@ -305,9 +307,14 @@ def _from_timm(published: Any, sizes: tuple[int, ...]) -> Subject:
     if published.license is None:
         facts["weights_license_reason"] = "timm's configuration states none"
     return Subject(
-        name=published.record_name, model=published.model, weights="timm", facts=facts, preprocessing=published.preprocessing,
-        sizes=sizes, build=lambda size: build_published(published, size),
-    )  # fmt: skip
+        name=published.record_name,
+        model=published.model,
+        weights="timm",
+        facts=facts,
+        preprocessing=published.preprocessing,
+        sizes=sizes,
+        build=lambda size: build_published(published, size),
+    )
 
 
 def _from_file(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
@@ -338,9 +345,14 @@ def _from_file(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
         raise UserError(f"{path}: was trained on other classes ({len(metadata['classes'])}) than {data} has ({len(classes)})")
     options = {k: v for k, v in metadata["options"].items() if k not in ("num_classes", "img_size")}
     return Subject(
-        name=name, model=name, weights=_digest(path), facts={"options": options}, preprocessing=metadata["preprocessing"],
-        sizes=asked.image_sizes or (trained,), build=build,
-    )  # fmt: skip
+        name=name,
+        model=name,
+        weights=_digest(path),
+        facts={"options": options},
+        preprocessing=metadata["preprocessing"],
+        sizes=asked.image_sizes or (trained,),
+        build=build,
+    )
 
 
 def _from_official(asked: Request, classes: tuple[str, ...], data: str) -> Subject:
@@ -362,9 +374,14 @@ def _from_official(asked: Request, classes: tuple[str, ...], data: str) -> Subje
         facts = {"options": {}, "weights_file": path.name}
     _check_classes(str(path), num_classes, classes, data)
     return Subject(
-        name=name, model=model, weights=_digest(path), facts=facts, preprocessing=preprocessing,
-        sizes=asked.image_sizes or (preprocessing["input_size"][-1],), build=build,
-    )  # fmt: skip
+        name=name,
+        model=model,
+        weights=_digest(path),
+        facts=facts,
+        preprocessing=preprocessing,
+        sizes=asked.image_sizes or (preprocessing["input_size"][-1],),
+        build=build,
+    )
 
 
 def _digest(path: Path) -> str:

@@ -29,7 +29,9 @@ def command(
     weights: Annotated[Path, typer.Option(help="A .safetensors file of a classifier of this project; it names its model.")],
     format: Annotated[Format, typer.Option(help="safetensors: a folder as timm and the Hugging Face hub have it.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File or folder to make; by default <model>_<size>, here.")] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Side in pixels that the file is for, where it is not the one of the training.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side in pixels that the file is for, where it is not the one of the training.")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")] = True,
 ) -> None:
     """Write a trained classifier for timm, ONNX runtimes, or torch.export."""
@@ -121,11 +123,14 @@ def _write_timm(model: Any, size: int, facts: dict, folder: Path) -> Callable[[]
     num_classes = len(facts["classes"])
     layers = {key: model.pretrained_cfg[key] for key in ("first_conv", "classifier", "fixed_input_size") if key in model.pretrained_cfg}
     config = {
-        "architecture": facts["model"], "model_args": {key: value for key, value in facts["options"].items() if key != "num_classes"},
-        "num_classes": num_classes, "num_features": model.num_features, "label_names": facts["classes"],
+        "architecture": facts["model"],
+        "model_args": {key: value for key, value in facts["options"].items() if key != "num_classes"},
+        "num_classes": num_classes,
+        "num_features": model.num_features,
+        "label_names": facts["classes"],
         "pretrained_cfg": facts["preprocessing"] | layers | {"num_classes": num_classes},
         METADATA: {key: facts[key] for key in ("weights", "commit", "params", "reason") if key in facts},
-    }  # fmt: skip
+    }
     write_json(folder / "config.json", config)
     return lambda: timm.create_model(f"local-dir:{folder.absolute()}", pretrained=True).eval()
 

@@ -139,9 +139,7 @@ def _data_row(paths: Paths, cell: str, params: PrepareData) -> Row:
     return Row(command=f"dvc repro prepare_data@{cell}", gpu_hours=0.0, disk_gb=known, basis=basis)
 
 
-def _training_row(
-    paths: Paths, results: Results, rates: Rates, stage: str, cell: str, params: PretrainParams, data: dict
-) -> Row:
+def _training_row(paths: Paths, results: Results, rates: Rates, stage: str, cell: str, params: PretrainParams, data: dict) -> Row:
     """Disk: two checkpoints and one being written, of weights, AdamW's two moments and the average where there is one; the snapshots
     there and in the results; the weights; all fp32."""
     from repro.measure.flops import cost

@@ -27,7 +27,9 @@ def command(
     images: Annotated[list[Path], typer.Argument(help="Pictures of any size; a folder stands for those in it.")],
     weights: Annotated[Path, typer.Option(help="A .safetensors file of this project; it names its model and its task.")],
     task: Annotated[Task | None, typer.Option(help="Only if the weights are of this task.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures drawn over, and predictions.json.")] = Path("predictions"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures drawn over, and predictions.json.")] = Path(
+        "predictions"
+    ),
     json: Annotated[Path | None, typer.Option(help="File for the predictions; classes are not written without it.")] = None,
     min_score: Annotated[float, typer.Option(min=0, max=1, help="Detections below are not drawn.")] = 0.5,
 ) -> None:

@@ -88,12 +88,6 @@ def run(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
         "departures": len(manifest.departures),
     }
     identity = make_identity(
-        paths.root,
-        ["stages.prepare_data"],
-        params,
-        data_manifest=folder / "manifest.json",
-        device="cpu",
-        dtype="uint8",
-        backend="none",
+        paths.root, ["stages.prepare_data"], params, data_manifest=folder / "manifest.json", device="cpu", dtype="uint8", backend="none"
     )
     write_record(folder, metrics, identity, time.monotonic() - started)

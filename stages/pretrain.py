@@ -165,7 +165,15 @@ def run(params: PretrainParams, paths: Paths, runtime: Runtime, cell: str, ranks
 
 
 def train_one(
-    params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, cell: str, ranks: Ranks, *, folder: Path | None = None, show: bool = True
+    params: PretrainParams,
+    paths: Paths,
+    runtime: Runtime,
+    stage: str,
+    cell: str,
+    ranks: Ranks,
+    *,
+    folder: Path | None = None,
+    show: bool = True,
 ) -> Trained | None:
     """Train a classifier, or go on where an earlier call stopped, and write what `training.fit_job` writes.
 
@@ -293,26 +301,41 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
     train = TrainLoader(train_set, batch_size=share, seed=params.seed, groups=groups, **here)
     val = EvalLoader(val_set, batch_size=micro, **here)
     task = Classification(
-        model, train, val, batch_size=params.batch_size, transform=params.transform, mix=params.mix, num_classes=len(tree.classes),
-        device=device, ranks=ranks,
-    )  # fmt: skip
+        model,
+        train,
+        val,
+        batch_size=params.batch_size,
+        transform=params.transform,
+        mix=params.mix,
+        num_classes=len(tree.classes),
+        device=device,
+        ranks=ranks,
+    )
     job = Job(
         stage=stage,
         cell=cell,
         params=params,
         task=task,
         settings=LoopParams(
-            epochs=params.epochs, evaluate_every=params.evaluate_every, precision=precision, accumulate=share // micro,
-            ema_decay=params.ema_decay, max_bad_steps=params.max_bad_steps, save_every_steps=runtime.save_every_steps,
+            epochs=params.epochs,
+            evaluate_every=params.evaluate_every,
+            precision=precision,
+            accumulate=share // micro,
+            ema_decay=params.ema_decay,
+            max_bad_steps=params.max_bad_steps,
+            save_every_steps=runtime.save_every_steps,
         ),
         device=device,
         inputs=(manifest_path,),
         described={
-            "name": params.model, "options": options, "preprocessing": params.transform.preprocessing(), "classes": list(tree.classes),
+            "name": params.model,
+            "options": options,
+            "preprocessing": params.transform.preprocessing(),
+            "classes": list(tree.classes),
         },
         folder=paths.cell(stage, cell),
         flop_per_image=functools.partial(_flop_per_image, task),
-    )  # fmt: skip
+    )
     return job, micro, manifest.kind
 
 

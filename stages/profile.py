@@ -11,7 +11,9 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import write_text
 
-app = typer.Typer(help="Show or choose a profile: `mini` runs on a laptop CPU in minutes, `paper` is ImageNet-1K scale.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show or choose a profile: `mini` runs on a laptop CPU in minutes, `paper` is ImageNet-1K scale.", no_args_is_help=True
+)
 
 
 def names(paths: Paths) -> list[str]:
@@ -30,7 +32,9 @@ def active(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
 
 
 @app.command()
-def show(name: Annotated[str | None, typer.Argument(help="A profile; without it, which one is active and which there are.")] = None) -> None:
+def show(
+    name: Annotated[str | None, typer.Argument(help="A profile; without it, which one is active and which there are.")] = None,
+) -> None:
     """Print a profile, or say which one params.yaml equals."""
     paths = find_root()
     if name is not None:

@@ -88,5 +88,7 @@ def _blamed(error: Exception, params: ReportParams, ledger: Any, results: Any, h
                 _pages(params, ledger, results.without(source), html, Path(figures))
         except _ODD:
             continue
-        return UserError(f"{source.path}: cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/")
+        return UserError(
+            f"{source.path}: cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
+        )
     return None

@@ -31,16 +31,30 @@ class SegmentParams(dense.DenseParams):
     transform: SegmentationTransformSettings
 
 
-def command(cell: CellOption = None, gpus: GpusOption = None, random: dense.RandomOption = False, epochs: dense.EpochsOption = None) -> None:
+def command(
+    cell: CellOption = None, gpus: GpusOption = None, random: dense.RandomOption = False, epochs: dense.EpochsOption = None
+) -> None:
     """Train a segmenter on a pretrained backbone, and measure mIoU; a stopped run continues where it was."""
     train_cells(
-        TASK, SegmentParams, cell, gpus, functools.partial(run, random=random, epochs=epochs),
-        functools.partial(dense.check_before_launch, stage=TASK), dense.options_given(random, epochs),
-    )  # fmt: skip
+        TASK,
+        SegmentParams,
+        cell,
+        gpus,
+        functools.partial(run, random=random, epochs=epochs),
+        functools.partial(dense.check_before_launch, stage=TASK),
+        dense.options_given(random, epochs),
+    )
 
 
 def run(
-    params: SegmentParams, paths: Paths, runtime: Runtime, cell: str, ranks: Ranks = Ranks(), *, random: bool = False, epochs: int | None = None
+    params: SegmentParams,
+    paths: Paths,
+    runtime: Runtime,
+    cell: str,
+    ranks: Ranks = Ranks(),
+    *,
+    random: bool = False,
+    epochs: int | None = None,
 ) -> None:
     """Train one cell and write results/segment/<cell>/{weights.safetensors, snapshots/, curve.csv, load_report.txt, examples/, metrics.json}.
 
@@ -113,9 +127,16 @@ def _made(
     described = dense.describe(TASK, adapter, {"upernet": params.upernet, "transform": params.transform}, classes)
     folder = dense.folder_of(paths, runtime, ranks, TASK, cell, suffix)
     job = Job(
-        stage=TASK, cell=f"{cell}{suffix}", params=params, task=task, settings=settings, device=device, inputs=inputs, described=described,
+        stage=TASK,
+        cell=f"{cell}{suffix}",
+        params=params,
+        task=task,
+        settings=settings,
+        device=device,
+        inputs=inputs,
+        described=described,
         folder=folder,
-    )  # fmt: skip
+    )
     return job, report, manifest.kind
 
 

@@ -26,25 +26,37 @@ SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"
 LIMIT_S = 180  # of one command; far above what any takes, so that one that hangs is a failure and no halt
 PARAMS: dict[str, Any] = {
     "runtime": {
-        "device": "cpu", "workers": 0, "threads": 1, "save_every_steps": SAVE_EVERY, "log_every_steps": 1,
+        "device": "cpu",
+        "workers": 0,
+        "threads": 1,
+        "save_every_steps": SAVE_EVERY,
+        "log_every_steps": 1,
         "data_roots": {"digits": "data/digits"},
     },
     "prepare_data": {
         "digits": {
-            "kind": "digits", "expected": {"classes": 10, "train": 1438, "val": 359},
+            "kind": "digits",
+            "expected": {"classes": 10, "train": 1438, "val": 359},
             "generate": {"image_size": 32, "val_fraction": 0.2, "seed": 0},
         }
     },
     "pretrain": {
         CELL: {
-            "model": "vittt_nano_patch16_144", "options": {"depth": 1}, "data": "digits", "seed": 0, "epochs": EPOCHS,
-            "batch_size": 128, "drop_path": 0.1, "snapshot_epochs": [0, 1, EPOCHS], "max_bad_steps": 2,
+            "model": "vittt_nano_patch16_144",
+            "options": {"depth": 1},
+            "data": "digits",
+            "seed": 0,
+            "epochs": EPOCHS,
+            "batch_size": 128,
+            "drop_path": 0.1,
+            "snapshot_epochs": [0, 1, EPOCHS],
+            "max_bad_steps": 2,
             "optim": {"lr": 0.003, "lr_batch_size": 128, "warmup_epochs": 0},
             "mix": {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},
             "transform": {"image_size": 32, "hflip": 0.0, "crop_pct": 1.0, "re_prob": 0.25},
         }
     },
-}  # fmt: skip
+}
 TRAIN = ("pretrain", "--cell", CELL)
 Jobs = list[Callable[[], None]]  # each tells `Lab.fault` what it found, and can go on beside the others
 # a write that passes the limit fails like one on a full disk, with another errno
@@ -112,9 +124,15 @@ class Checkout:
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(self.root)}
         # a session of its own: a Ctrl-C here must not be one of the faults
         return subprocess.Popen(
-            [sys.executable, *program, *args], cwd=self.root, env=environment, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, *program, *args],
+            cwd=self.root,
+            env=environment,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def train(self, processes: int = 1, largest_file: int | None = None) -> subprocess.Popen:
         """Begin the training; with `largest_file`, no file may grow beyond so many bytes."""

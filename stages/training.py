@@ -93,9 +93,14 @@ class Outcome:
 
 
 def train_cells(
-    stage: str, section: type, cell: str | None, gpus: int | None,
-    run: Callable[[Any, Paths, Runtime, str, Ranks], None], check: Callable[[Any, Paths, str, int], None], arguments: Sequence[str] = (),
-) -> None:  # fmt: skip
+    stage: str,
+    section: type,
+    cell: str | None,
+    gpus: int | None,
+    run: Callable[[Any, Paths, Runtime, str, Ranks], None],
+    check: Callable[[Any, Paths, str, int], None],
+    arguments: Sequence[str] = (),
+) -> None:
     """Train one cell of a section or all, here or, with `gpus`, in processes that torchrun starts.
 
     Args:
@@ -178,16 +183,28 @@ def fit_job(job: Job, paths: Paths, runtime: Runtime, ranks: Ranks) -> Outcome |
     checkpointer = Checkpointer(state)
     watches: list[Watch] = []
     new_watch = functools.partial(
-        Watch, paths.logs(job.stage, job.cell), device=job.device, jsonl=runtime.jsonl, tensorboard=runtime.tensorboard,
+        Watch,
+        paths.logs(job.stage, job.cell),
+        device=job.device,
+        jsonl=runtime.jsonl,
+        tensorboard=runtime.tensorboard,
         flop_per_image=job.flop_per_image() if job.flop_per_image and runtime.peak_tflops else None,
-        peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12, every=runtime.log_every_steps,
-        world_size=ranks.world_size, rank=ranks.rank,
-    )  # fmt: skip
+        peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12,
+        every=runtime.log_every_steps,
+        world_size=ranks.world_size,
+        rank=ranks.rank,
+    )
     try:
         done, model = fit(
-            job.task, job.params.optim, job.settings, device=job.device, ranks=ranks, checkpointer=checkpointer, snapshot=snapshot,
+            job.task,
+            job.params.optim,
+            job.settings,
+            device=job.device,
+            ranks=ranks,
+            checkpointer=checkpointer,
+            snapshot=snapshot,
             watch=lambda step: watches.append(new_watch(resumed_step=step)) or watches[-1],
-        )  # fmt: skip
+        )
     finally:
         job.close()
     if not ranks.first:

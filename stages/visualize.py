@@ -98,19 +98,19 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     tops = {state: inner.marked(subject.model, found) for state, found in maps.items()}
     shown = torch.linspace(0, len(inputs) - 1, min(params.shown, len(inputs))).long()  # images come by class
     draw.gradient_figure(
-        folder / "fig3_gradient_magnitude.png", list(pixels[shown].permute(0, 2, 3, 1).numpy()),
+        folder / "fig3_gradient_magnitude.png",
+        list(pixels[shown].permute(0, 2, 3, 1).numpy()),
         {state: found[shown] for state, found in maps.items()},
-        {state: {name: top[shown] for name, top in found.items()} for state, found in tops.items()}, caption,
-    )  # fmt: skip
+        {state: {name: top[shown] for name, top in found.items()} for state, found in tops.items()},
+        caption,
+    )
     metrics: dict[str, Any] = {"cell": params.cell, "data": manifest.kind, "images": len(inputs)}
     grid = tuple(maps["after"].shape[-2:])
     first, ink = inner.first_chunks(subject.model, grid), _ink(pixels, grid) if manifest.kind == "digits" else None
     metrics["gradient_magnitude"] = {state: _gradient_numbers(maps[state], tops[state], first, ink) for state in maps}
 
     losses = {f"epoch {epoch}": inner.reconstruction_losses(each.model, inputs).cpu() for epoch, each in states.items()}
-    draw.reconstruction_figure(
-        folder / "fig11_reconstruction.png", losses, f"{caption}; forth direction, mean over {len(inputs)} images",
-    )  # fmt: skip
+    draw.reconstruction_figure(folder / "fig11_reconstruction.png", losses, f"{caption}; forth direction, mean over {len(inputs)} images")
     metrics["reconstruction_loss"] = {state.replace(" ", "_"): _loss_numbers(found) for state, found in losses.items()}
 
     metrics["receptive_fields"], modules = _fields(params, paths, tree, device, folder)
@@ -119,9 +119,14 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     metrics["probes"] = {name: probe(subject, measured, name, runtime.workers)[0] for name in ("steps=1", *params.probes)}
 
     identity = make_identity(
-        paths.root, ["stages.visualize", family_module(subject.name), *modules], params, data_manifest=manifest_path,
-        device=device_label(device), dtype="fp32", backend=kernel_backend(subject.model, torch.float32),
-    )  # fmt: skip
+        paths.root,
+        ["stages.visualize", family_module(subject.name), *modules],
+        params,
+        data_manifest=manifest_path,
+        device=device_label(device),
+        dtype="fp32",
+        backend=kernel_backend(subject.model, torch.float32),
+    )
     write_record(folder, metrics, identity, time.monotonic() - started)
     for state, numbers in metrics["gradient_magnitude"].items():
         on_ink = f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""

@@ -44,7 +44,17 @@ ALLOWED = {
     "repro.explain": {"kernels", "repro.core", "repro.models"},
     "repro.tasks": {"repro.core", "repro.data", "repro.models"},
     "repro.report": {"repro.core"},
-    "stages": {"kernels", "repro.core", "repro.data", "repro.engine", "repro.models", "repro.measure", "repro.explain", "repro.tasks", "repro.report"},
+    "stages": {
+        "kernels",
+        "repro.core",
+        "repro.data",
+        "repro.engine",
+        "repro.models",
+        "repro.measure",
+        "repro.explain",
+        "repro.tasks",
+        "repro.report",
+    },
 }
 # packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors)
 LIGHT = ("kernels", "repro.models", "repro.measure")

@@ -97,9 +97,7 @@ def _blocks(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
     B, T, C = shape
     images = max(1, _BLOCK // (2 * T * C))
     channels = min(C, max(32, _BLOCK // (2 * T)))
-    return [
-        (slice(b, b + images), slice(None), slice(c, c + channels)) for b in range(0, B, images) for c in range(0, C, channels)
-    ]
+    return [(slice(b, b + images), slice(None), slice(c, c + channels)) for b in range(0, B, images) for c in range(0, C, channels)]
 
 
 def _memory(k: Tensor, number: int) -> Tensor:
@@ -150,7 +148,7 @@ def _scan(items: Weighted, w: Tensor, reverse: bool, out: Tensor | None = None) 
         there[0][0].fill_(_FLOOR)
     for i in range(n - 1):
         _advance(there[i], here[i], w, decay, there[i + 1])
-    if T > n:
+    if n < T:
         sums = None if e is None else torch.empty_like(here[0][0]), torch.empty_like(here[0][1])
         _advance(there[-1], here[-1], w, decay, sums)
         start_e, start_x = _scan(sums, n * w, reverse)

@@ -22,16 +22,44 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_fwd import (
-    LOG2E, add_block, config_of, exponents_of, launch, load_rows, load_state, nothing, ones, products, scratch_blocks,
-    shared_arguments, states_behind, step, store_state,
-)  # fmt: skip
+    LOG2E,
+    add_block,
+    config_of,
+    exponents_of,
+    launch,
+    load_rows,
+    load_state,
+    nothing,
+    ones,
+    products,
+    scratch_blocks,
+    shared_arguments,
+    states_behind,
+    step,
+    store_state,
+)
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
 def backward_kernel(
-    dout_ptr, out_ptr, lse_ptr, w_ptr, u_ptr, k_ptr, v_ptr, dw_ptr, du_ptr, dk_ptr, dv_ptr, behind_ptr, T, bucket,
-    C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    out_ptr,
+    lse_ptr,
+    w_ptr,
+    u_ptr,
+    k_ptr,
+    v_ptr,
+    dw_ptr,
+    du_ptr,
+    dk_ptr,
+    dv_ptr,
+    behind_ptr,
+    T,
+    bucket,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """dk, dv, and per image dw and du."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C

@@ -163,9 +163,20 @@ def ones(like, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "bucket"])
 def forward_kernel(
-    w_ptr, u_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, behind_ptr, T, bucket,
-    C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    w_ptr,
+    u_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    behind_ptr,
+    T,
+    bucket,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """out; with KEEP the binary logarithm of the denominator. `bucket` is a key for tuning.
 
     The compiler knows C, so that the rows' addresses are one and constants: a third of the instructions fewer.
@@ -275,9 +286,13 @@ def config_of(tokens: int, warps: int) -> triton.Config:
 
 
 def launch(
-    kernel, candidates: Callable[[], list[triton.Config]], grid: Callable, arguments: dict[str, object], device: torch.device,
+    kernel,
+    candidates: Callable[[], list[triton.Config]],
+    grid: Callable,
+    arguments: dict[str, object],
+    device: torch.device,
     config: triton.Config | None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
@@ -302,14 +317,17 @@ def shared_arguments(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> dict[str, ob
     """
     B, T, C = k.shape
     return {
-        **{"w_ptr": w.float().contiguous(), "u_ptr": u.float().contiguous(), "k_ptr": k.contiguous(), "v_ptr": v.contiguous()},
-        **{"T": T, "C": C, "bucket": 64 * (B * C).bit_length() + T.bit_length()},
+        "w_ptr": w.float().contiguous(),
+        "u_ptr": u.float().contiguous(),
+        "k_ptr": k.contiguous(),
+        "v_ptr": v.contiguous(),
+        "T": T,
+        "C": C,
+        "bucket": 64 * (B * C).bit_length() + T.bit_length(),
     }
 
 
-def forward(
-    w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool, config: triton.Config | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
     """out (B,T,C) in k's dtype and states of shape `states_shape`, fp32, from w, u (C,) and k, v (B,T,C).
 
     `config` is one of `configs`; None tunes.

@@ -26,9 +26,7 @@ def forward(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Te
     return out_NCQ.view(B, M, -1, Q).permute(0, 3, 1, 2).to(value.dtype, memory_format=torch.contiguous_format)
 
 
-def backward(
-    dout: Tensor, value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C)."""
     B, Q, M = locations.shape[:3]
     dtype = compute_dtype(value.dtype)
@@ -38,18 +36,14 @@ def backward(
     for level, (tokens, map_NChw, grid_NQP2, weight_NQP) in enumerate(levels):
         dweight_NQP = (_sampled(map_NChw, grid_NQP2) * dout_NCQ[..., None]).sum(1)
         dsampled_NCQP = dout_NCQ[..., None] * weight_NQP[:, None]
-        dmap_NChw, dgrid_NQP2 = torch.ops.aten.grid_sampler_2d_backward(
-            dsampled_NCQP, map_NChw, grid_NQP2, 0, 0, False, [True, True]
-        )
+        dmap_NChw, dgrid_NQP2 = torch.ops.aten.grid_sampler_2d_backward(dsampled_NCQP, map_NChw, grid_NQP2, 0, 0, False, [True, True])
         dvalue[:, tokens] = dmap_NChw.view(B, M, -1, dmap_NChw.shape[2] * dmap_NChw.shape[3]).permute(0, 3, 1, 2)
         dlocations[:, :, :, level] = 2 * dgrid_NQP2.view(B, M, Q, -1, 2).transpose(1, 2)
         dweights[:, :, :, level] = dweight_NQP.view(B, M, Q, -1).transpose(1, 2)
     return dvalue, dlocations, dweights
 
 
-def _levels(
-    value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+def _levels(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Level by level, in the compute dtype: its tokens, its map (N,C,h,w), its points (N,Q,P,2) from −1 to 1, their weights."""
     B, Q, M, _, P = weights.shape
     dtype, first = compute_dtype(value.dtype), 0

@@ -35,10 +35,33 @@ def over_channels(g, v):
 
 @triton.jit(do_not_specialize=["rows", "S", "Q", "cells", "bucket", *SIZES])
 def points_kernel(
-    dout_ptr, value_ptr, locations_ptr, weights_ptr, dlocations_ptr, dweights_ptr, cells_ptr, rows, S, Q, cells, bucket,
-    h0, w0, h1, w1, h2, w2, h3, w3,
-    M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    value_ptr,
+    locations_ptr,
+    weights_ptr,
+    dlocations_ptr,
+    dweights_ptr,
+    cells_ptr,
+    rows,
+    S,
+    Q,
+    cells,
+    bucket,
+    h0,
+    w0,
+    h1,
+    w1,
+    h2,
+    w2,
+    h3,
+    w3,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """dlocations, dweights, and each sample's cell: of `cells` for each image and head, or the number of all for one outside."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
@@ -76,9 +99,26 @@ def points_kernel(
 
 @triton.jit(do_not_specialize=["h", "w", "first", "first_cell", "S", "cells", "bucket"])
 def value_kernel(
-    dout_ptr, locations_ptr, weights_ptr, order_ptr, starts_ptr, dvalue_ptr, h, w, first, first_cell, S, cells, bucket,
-    M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, SAMPLES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    locations_ptr,
+    weights_ptr,
+    order_ptr,
+    starts_ptr,
+    dvalue_ptr,
+    h,
+    w,
+    first,
+    first_cell,
+    S,
+    cells,
+    bucket,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """dvalue on a level whose tokens start with `first` and whose cells with `first_cell`; `starts` has each cell's in `order`."""
     program = tl.program_id(0)
     head, pixel, image = program % M, program // M % (h * w), (program // M // (h * w)).to(tl.int64)
@@ -109,15 +149,20 @@ def configs(head_dim: int) -> list[triton.Config]:
 
 
 def backward(
-    dout: Tensor, value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor,
-    points_config: triton.Config | None = None, value_config: triton.Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    value: Tensor,
+    shapes: Sequence[int],
+    locations: Tensor,
+    weights: Tensor,
+    points_config: triton.Config | None = None,
+    value_config: triton.Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C).
 
     `points_config` is one of `triton_fwd.configs`, `value_config` one of `configs`; None tunes.
     """
     B, _, M, L, P = weights.shape
-    C, device = value.shape[3], value.device
+    device = value.device
     levels = list(zip(shapes[::2], shapes[1::2], strict=True))
     cells = sum((h + 1) * (w + 1) for h, w in levels)
     arguments = shared_arguments(value, shapes, locations, weights)

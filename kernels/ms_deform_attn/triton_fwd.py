@@ -54,9 +54,29 @@ def load_pixel(map_ptr, i, j, near, h, w, c, M: tl.constexpr, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "S", "Q", "bucket", *SIZES])
 def forward_kernel(
-    value_ptr, locations_ptr, weights_ptr, out_ptr, rows, S, Q, bucket, h0, w0, h1, w1, h2, w2, h3, w3,
-    M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    value_ptr,
+    locations_ptr,
+    weights_ptr,
+    out_ptr,
+    rows,
+    S,
+    Q,
+    bucket,
+    h0,
+    w0,
+    h1,
+    w1,
+    h2,
+    w2,
+    h3,
+    w3,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """out. `bucket` is a key for tuning; WIDTH is C or the next power of two."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
@@ -106,9 +126,13 @@ def configs(head_dim: int) -> list[triton.Config]:
 
 
 def launch(
-    kernel, candidates: Callable[[int], list[triton.Config]], grid: Callable, arguments: dict[str, object], device: torch.device,
+    kernel,
+    candidates: Callable[[int], list[triton.Config]],
+    grid: Callable,
+    arguments: dict[str, object],
+    device: torch.device,
     config: triton.Config | None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
@@ -133,10 +157,19 @@ def shared_arguments(value: Tensor, shapes: Sequence[int], locations: Tensor, we
     B, Q, M, L, P = weights.shape
     levels = dict(zip(SIZES, [*shapes, *[1] * (len(SIZES) - len(shapes))], strict=True))
     return {
-        **{"value_ptr": value.contiguous()},
-        **{"locations_ptr": locations.float().contiguous(), "weights_ptr": weights.float().contiguous()},
-        **{"rows": B * Q * M, "S": value.shape[1], "Q": Q, "bucket": weights.numel().bit_length(), **levels},
-        **{"M": M, "C": value.shape[3], "L": L, "P": P, "WIDTH": triton.next_power_of_2(value.shape[3])},
+        "value_ptr": value.contiguous(),
+        "locations_ptr": locations.float().contiguous(),
+        "weights_ptr": weights.float().contiguous(),
+        "rows": B * Q * M,
+        "S": value.shape[1],
+        "Q": Q,
+        "bucket": weights.numel().bit_length(),
+        **levels,
+        "M": M,
+        "C": value.shape[3],
+        "L": L,
+        "P": P,
+        "WIDTH": triton.next_power_of_2(value.shape[3]),
     }
 
 
@@ -145,9 +178,7 @@ def by_rows(rows: int) -> Callable:
     return lambda meta: (triton.cdiv(rows, meta["ROWS"]),)
 
 
-def forward(
-    value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor, config: triton.Config | None = None
-) -> Tensor:
+def forward(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor, config: triton.Config | None = None) -> Tensor:
     """out (B,Q,M,C) in value's dtype, from value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P).
 
     `config` is one of `configs`; None tunes.

@@ -25,9 +25,18 @@ MACS_PER_STATE = 4
 
 
 def selective_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    *, reverse: bool = False, backend: str = "auto",
-) -> Tensor:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    *,
+    reverse: bool = False,
+    backend: str = "auto",
+) -> Tensor:
     """The selective scan of Mamba in one direction, with its gate: for each channel e and state n, from h = 0,
 
         Δ_t = softplus(delta_t + delta_bias),  h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t
@@ -63,9 +72,8 @@ def selective_scan(
 
 
 def selective_scan_bidir(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    *, backend: str = "auto",
-) -> Tensor:  # fmt: skip
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor, *, backend: str = "auto"
+) -> Tensor:
     """Both directions at once, what a Vim layer calls: direction 0 scans forth, direction 1 back, each with own parameters.
 
     Equals `selective_scan` on each index of the direction axis, the second one with reverse=True, both with the same z;
@@ -82,16 +90,12 @@ def selective_scan_bidir(
     _check("selective_scan_bidir", 2, u, delta, A, B, C, D, z, delta_bias)
     dispatch.check_backend(backend)
     if backend == "reference":
-        outs = [
-            _reference(u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r], r == 1) for r in (0, 1)
-        ]
+        outs = [_reference(u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r], r == 1) for r in (0, 1)]
         return torch.stack(outs, 2)
     return _run(u, delta, A, B, C, D, z, delta_bias, [False, True], backend)
 
 
-def selected_backend(
-    backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32
-) -> str:
+def selected_backend(backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32) -> str:
     """The backend that will run for a request, `triton`, `torch` or `reference`; it is recorded with every result.
 
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and for the CPU
@@ -170,9 +174,18 @@ def _check(op, directions, u, delta, A, B, C, D, z, delta_bias):
 
 @torch.library.custom_op("vision_ttt::selective_scan", mutates_args=())
 def _forward_op(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    reverse: Sequence[bool], backend: str, keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    reverse: Sequence[bool],
+    backend: str,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     module, _ = _passes(_selected_for(u, A, backend))
     with dispatch.no_autocast(u.device.type):
         return module.forward(u, delta, A, B, C, D, z, delta_bias, reverse, keep_states)
@@ -187,10 +200,19 @@ def _(u, delta, A, B, C, D, z, delta_bias, reverse, backend, keep_states):
 
 @torch.library.custom_op("vision_ttt::selective_scan_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, states: Tensor,
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    reverse: Sequence[bool], backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    states: Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    reverse: Sequence[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Without a gate, the gradient of z is empty."""
     _, module = _passes(_selected_for(u, A, backend))
     with dispatch.no_autocast(u.device.type):

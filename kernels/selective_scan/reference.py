@@ -13,9 +13,18 @@ from ..dispatch import compute_dtype
 
 
 def selective_scan_recurrence(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor, *,
-    reverse: bool = False, return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    *,
+    reverse: bool = False,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t from h = 0, y_t = Σ_n C_t h_t + D u_t, out_t = y_t SiLU(z_t).
 
     Args:

@@ -42,9 +42,17 @@ def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tup
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    reverse: Sequence[bool], keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    reverse: Sequence[bool],
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     """The outputs, and what the backward pass needs beside the inputs.
 
     Args:
@@ -71,10 +79,18 @@ def forward(
 
 
 def backward(
-    dout: Tensor, states: Tensor,
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
+    dout: Tensor,
+    states: Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
     reverse: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
     du, ddelta, dB, dC = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, delta, B, C))
     # summed over the directions in the compute dtype, and then rounded

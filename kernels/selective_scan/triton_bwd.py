@@ -55,11 +55,49 @@ def states(x):
 
 @triton.jit(do_not_specialize=["T", "R", "E", "reverse"])
 def backward_kernel(
-    dout_ptr, states_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr,
-    du_ptr, ddelta_ptr, dA_ptr, dB_ptr, dC_ptr, dD_ptr, dz_ptr, dbias_ptr, scratch_ptr,
-    u_b, u_t, u_r, delta_b, delta_t, delta_r, B_b, B_t, B_r, C_b, C_t, C_r, z_b, z_t, T, R, E, reverse,
-    N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    states_ptr,
+    u_ptr,
+    delta_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    z_ptr,
+    bias_ptr,
+    du_ptr,
+    ddelta_ptr,
+    dA_ptr,
+    dB_ptr,
+    dC_ptr,
+    dD_ptr,
+    dz_ptr,
+    dbias_ptr,
+    scratch_ptr,
+    u_b,
+    u_t,
+    u_r,
+    delta_b,
+    delta_t,
+    delta_r,
+    B_b,
+    B_t,
+    B_r,
+    C_b,
+    C_t,
+    C_r,
+    z_b,
+    z_t,
+    T,
+    R,
+    E,
+    reverse,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     """du, ddelta; per direction dz; per program dB, dC, dA, dD and dbias. `x_b`, `x_t`, `x_r` are x's strides."""
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     n = tl.arange(0, N // 4)[:, None] + N // 4 * tl.arange(0, 4)[None, :]
@@ -176,10 +214,18 @@ def span(state_dim: int) -> int:
 
 
 def backward(
-    dout: Tensor, states: Tensor,
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
+    dout: Tensor,
+    states: Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
     reverse: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
     images, T, R, E = u.shape
     N = A.shape[-1]

@@ -55,10 +55,40 @@ def sigmoid(x):
 
 @triton.jit(do_not_specialize=["T", "R", "E", "reverse"])
 def forward_kernel(
-    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, out_ptr, states_ptr,
-    u_b, u_t, u_r, delta_b, delta_t, delta_r, B_b, B_t, B_r, C_b, C_t, C_r, z_b, z_t, T, R, E, reverse,
-    N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    u_ptr,
+    delta_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    z_ptr,
+    bias_ptr,
+    out_ptr,
+    states_ptr,
+    u_b,
+    u_t,
+    u_r,
+    delta_b,
+    delta_t,
+    delta_r,
+    B_b,
+    B_t,
+    B_r,
+    C_b,
+    C_t,
+    C_r,
+    z_b,
+    z_t,
+    T,
+    R,
+    E,
+    reverse,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATE: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """out; with KEEP the state at the start of every group of GROUP tokens but the first. `x_b`, `x_t`, `x_r` are x's strides."""
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     e, n = channel + tl.arange(0, BLOCK), tl.arange(0, N)
@@ -132,9 +162,8 @@ def constants(state_dim: int, gate: bool) -> dict[str, int]:
 
 
 def shared_arguments(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    reverse: Sequence[bool],
-) -> dict[str, object]:  # fmt: skip
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor, reverse: Sequence[bool]
+) -> dict[str, object]:
     """The arguments that both kernels take: activations with their strides, parameters in fp32, and the sizes."""
     activations = {"u": u, "delta": delta, "B": B, "C": C}
     activations = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in activations.items()}
@@ -161,9 +190,17 @@ def launch(kernel, count: int, arguments: dict[str, object], device: torch.devic
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor,
-    reverse: Sequence[bool], keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    reverse: Sequence[bool],
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     """The outputs, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
 
     Args:

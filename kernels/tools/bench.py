@@ -32,9 +32,7 @@ Maker = Callable[[torch.device], tuple[Callable[..., Tensor], list[Tensor]]]
 
 def ours(function: Callable[..., Tensor], inputs: Callable[[torch.device], list[Tensor]]) -> dict[str, Maker]:
     """An operator's own implementations by name: its function on its backends, all with the same `inputs`."""
-    return {
-        name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")
-    }
+    return {name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")}
 
 
 def rows(cases: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -78,9 +76,14 @@ def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]
 
 
 def _measured(
-    cases: ModuleType, name: str, sizes: Any, passes: str, device: torch.device, copy_ms: float | None,
+    cases: ModuleType,
+    name: str,
+    sizes: Any,
+    passes: str,
+    device: torch.device,
+    copy_ms: float | None,
     make: Callable[[], Callable[[], Any]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     if name not in OURS and (reason := cases.missing(name)):
         return _blank(cases, name, sizes, passes, "unavailable") | {"reason": reason}
     try:

@@ -95,9 +95,12 @@ def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
 
 
 def kernels(
-    inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes,
-    config: triton.Config | None = None, backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    sizes: Sizes,
+    config: triton.Config | None = None,
+    backward_config: triton.Config | None = None,
+) -> dict[str, Tensor]:
     """As `reference`, by the Triton kernels: k, v and dout in `dtype`, w and u in fp32."""
     w, u, *rows = inputs
     k, v, dout = (x.to(dtype) for x in rows)

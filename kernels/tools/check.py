@@ -51,9 +51,17 @@ def case(cases: ModuleType, sizes: Any, seed: int, device: Any = "cpu") -> tuple
 
 
 def compare(
-    cases: ModuleType, what: str, sizes: Any, dtype: str, *, seeds: Sequence[int] = SEEDS, device: Any = "cpu",
-    poisoned: bool = True, config: triton.Config | None = None, backward_config: triton.Config | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    cases: ModuleType,
+    what: str,
+    sizes: Any,
+    dtype: str,
+    *,
+    seeds: Sequence[int] = SEEDS,
+    device: Any = "cpu",
+    poisoned: bool = True,
+    config: triton.Config | None = None,
+    backward_config: triton.Config | None = None,
+) -> dict[str, Any]:
     """One row: the worst relative error over the seeds by name, the limits, and whether all hold."""
     worst: dict[str, float] = {}
     for seed in seeds:

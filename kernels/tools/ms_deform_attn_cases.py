@@ -129,9 +129,12 @@ def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
 
 
 def kernels(
-    inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes,
-    config: triton.Config | None = None, backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    sizes: Sizes,
+    config: triton.Config | None = None,
+    backward_config: triton.Config | None = None,
+) -> dict[str, Tensor]:
     """As `reference`, by the Triton kernels: value and dout in `dtype`, locations and weights in fp32.
 
     `config` is for both kernels that go by rows, `backward_config` for the one that goes by pixels.

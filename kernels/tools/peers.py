@@ -43,23 +43,37 @@ def _import(name: str) -> ModuleType:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    *, chunk_size: int, eps: float = 1e-6,
-) -> dict[str, Any]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    chunk_size: int,
+    eps: float = 1e-6,
+) -> dict[str, Any]:
     """The keyword arguments of its functions for those of `kernels.ttt_linear`: the layout (B,T,H,D) is the same."""
     B, T = q.shape[:2]
     c = token_scale.repeat(-(-T // chunk_size))[:T]
     eta = (c[None, :, None] * lr)[..., None]
     return {
-        "q": q, "k": k, "v": v,
+        "q": q,
+        "k": k,
+        "v": v,
         # its kernels want these three in q's dtype; it sums the gradients of w and b in that dtype, too
-        "w": ln_weight.to(q.dtype), "b": ln_bias.to(q.dtype), "eta": eta.to(q.dtype),
+        "w": ln_weight.to(q.dtype),
+        "b": ln_bias.to(q.dtype),
+        "eta": eta.to(q.dtype),
         "scale": 1.0,  # D^-1/2 unless said
         "eps": eps,
         "chunk_size": chunk_size,
         "initial_state": W0.expand(B, *W0.shape),
         "initial_state_bias": b0[None, :, None].expand(B, b0.shape[0], 1, b0.shape[1]),
-    }  # fmt: skip
+    }
 
 
 def public(kind: str) -> Callable[..., Tensor]:

@@ -47,7 +47,7 @@ class Compilation:
 
     def read(self, target: int) -> dict[str, Any]:
         """Compile it for sm_`target`, and read its binary: the last five keys of a row."""
-        types = {argument: "i32" for argument in self.kernel.arg_names}
+        types = dict.fromkeys(self.kernel.arg_names, "i32")
         for argument in self.kernel.arg_names:
             if argument.endswith("_ptr"):
                 types[argument] = "*" + (self.dtype if argument.removesuffix("_ptr") in self.operands else "fp32")
@@ -83,9 +83,7 @@ def planned(cases: ModuleType) -> Iterator[tuple[dict[str, Any], Compilation, in
             yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
 
 
-def machine_code(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, launch: dict[str, Any]
-) -> dict[str, Any]:
+def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, launch: dict[str, Any]) -> dict[str, Any]:
     """Compile any kernel for sm_`target`, and read its binary: the last five keys of a row.
 
     Args:

@@ -118,9 +118,12 @@ def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
 
 
 def kernels(
-    inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes,
-    config: triton.Config | None = None, backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    sizes: Sizes,
+    config: triton.Config | None = None,
+    backward_config: triton.Config | None = None,
+) -> dict[str, Tensor]:
     """As `reference`, by the Triton kernels in their only config: parameters in fp32, the rest in `dtype`."""
     *arguments, dout = (x.to(dtype) for x in inputs)
     arguments = [inputs[i].float() if name in PARAMETERS else x for i, (name, x) in enumerate(zip(INPUTS, arguments, strict=True))]
@@ -216,9 +219,7 @@ def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
 def mamba_ssm(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor) -> Tensor:
     """mamba-ssm's operator on `in_its_layout`: (B,2,E,T), with the tokens of both directions in the order of the input."""
     scan = importlib.import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_fn
-    forth, back = (
-        scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True) for r in (0, 1)
-    )
+    forth, back = (scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True) for r in (0, 1))
     return torch.stack((forth, back.flip(-1)), 1)
 
 

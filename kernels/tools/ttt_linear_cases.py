@@ -136,9 +136,12 @@ def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
 
 
 def kernels(
-    inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes,
-    config: triton.Config | None = None, backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    sizes: Sizes,
+    config: triton.Config | None = None,
+    backward_config: triton.Config | None = None,
+) -> dict[str, Tensor]:
     """As `reference`, by the Triton kernels: q, k, v and dout in `dtype`, the rest in fp32."""
     q, k, v, *rest, dout = inputs
     arguments = [x.to(dtype) for x in (q, k, v)] + [x.float() for x in rest]

@@ -22,9 +22,21 @@ from .reference import ttt_linear_dual
 
 
 def ttt_linear(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    *, chunk_size: int = 16, reverse: bool = False, eps: float = 1e-6, backend: str = "auto",
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    chunk_size: int = 16,
+    reverse: bool = False,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> Tensor:
     """The inner learner of Vision-TTT in one direction: a linear map with LayerNorm that learns along the tokens.
 
     For every chunk of n ≤ chunk_size consecutive tokens, starting from W = W0, β = b0, with ℓ = ½‖LN(Z) − (V − K)‖²:
@@ -65,9 +77,20 @@ def ttt_linear(
 
 
 def ttt_linear_bidir(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    *, chunk_size: int = 16, eps: float = 1e-6, backend: str = "auto",
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    chunk_size: int = 16,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> Tensor:
     """Both directions at once, what a Vittt layer calls: direction 0 scans forth, direction 1 back, each with own parameters.
 
     Equals `ttt_linear` on each index of the direction axis, the second one with reverse=True; arguments and errors are the
@@ -85,10 +108,7 @@ def ttt_linear_bidir(
     _check("ttt_linear_bidir", 2, (q, k, v, lr, *parameters), chunk_size, eps)
     dispatch.check_backend(backend)
     if backend == "reference":
-        outs = [
-            _reference(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters), chunk_size, r == 1, eps)
-            for r in (0, 1)
-        ]
+        outs = [_reference(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters), chunk_size, r == 1, eps) for r in (0, 1)]
         return torch.stack(outs, 2)
     return _run(q, k, v, lr, *parameters, chunk_size, [False, True], eps, backend)
 
@@ -130,9 +150,7 @@ def _triton_obstacle(device: torch.device, head_dim: int, chunk_size: int, dtype
 
 def _reference(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
     with dispatch.no_autocast(q.device.type):
-        return ttt_linear_dual(
-            q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size=chunk_size, reverse=reverse, eps=eps
-        )
+        return ttt_linear_dual(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size=chunk_size, reverse=reverse, eps=eps)
 
 
 def _run(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, backend):
@@ -183,9 +201,21 @@ def _check(op, directions, arguments, chunk_size, eps):
 
 @torch.library.custom_op("vision_ttt::ttt_linear", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, backend: str, keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+    backend: str,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     module, _ = _passes(_selected_for(q, chunk_size, backend))
     with dispatch.no_autocast(q.device.type):
         return module.forward(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, keep_states)
@@ -200,10 +230,22 @@ def _(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse,
 
 @torch.library.custom_op("vision_ttt::ttt_linear_backward", mutates_args=())
 def _backward_op(
-    dout: Tensor, states: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _, module = _passes(_selected_for(q, chunk_size, backend))
     with dispatch.no_autocast(q.device.type):
         return module.backward(dout, states, q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)

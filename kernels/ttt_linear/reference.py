@@ -26,10 +26,22 @@ class InnerLearning(NamedTuple):
 
 
 def ttt_linear_dual(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor,
-    W0: Tensor, b0: Tensor | None = None, ln_weight: Tensor | None = None, ln_bias: Tensor | None = None, *,
-    chunk_size: int = 16, reverse: bool = False, eps: float = 1e-6, inner: Inner = "ln", return_inner: bool = False,
-) -> Tensor | tuple[Tensor, InnerLearning]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    *,
+    chunk_size: int = 16,
+    reverse: bool = False,
+    eps: float = 1e-6,
+    inner: Inner = "ln",
+    return_inner: bool = False,
+) -> Tensor | tuple[Tensor, InnerLearning]:
     """The dual form, O = QW + β − AG with A = tril(c lrᵀ) ⊙ (QKᵀ + 1), chunk by chunk.
 
     Five matrix products per chunk (KW, QW, QKᵀ, AG, KᵀG): (3D + 2n) · H·D multiply-adds per token.
@@ -74,10 +86,21 @@ def ttt_linear_dual(
 
 
 def ttt_linear_primal(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor,
-    W0: Tensor, b0: Tensor | None = None, ln_weight: Tensor | None = None, ln_bias: Tensor | None = None, *,
-    chunk_size: int = 16, reverse: bool = False, eps: float = 1e-6, inner: Inner = "ln",
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    *,
+    chunk_size: int = 16,
+    reverse: bool = False,
+    eps: float = 1e-6,
+    inner: Inner = "ln",
+) -> Tensor:
     """The primal form: a state for every token, W_j = W − c[j] Σ_{s≤j} lr_s K_sᵀ G_s, with G at the chunk's start state W.
 
     c[j] rescales the whole sum, so the sum is what is carried along; W_j is not W_{j−1} minus something.

@@ -49,9 +49,20 @@ def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tu
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, keep_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor]:
     """The outputs, and what the backward pass needs beside the inputs.
 
     Args:
@@ -81,10 +92,21 @@ def forward(
 
 
 def backward(
-    dout: Tensor, states: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dout: Tensor,
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+) -> tuple[Tensor, ...]:
     """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s states."""
     dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     B, T, R, H, D = q.shape

@@ -32,11 +32,41 @@ from .triton_fwd import alive, launch, place, shared_arguments, start_state
 
 @triton.jit(do_not_specialize=["T", "R", "H", "reverse", "bucket"])
 def backward_kernel(
-    dout_ptr, states_ptr, q_ptr, k_ptr, v_ptr, lr_ptr, scale_ptr, W0_ptr, b0_ptr, gamma_ptr, mu_ptr,
-    dq_ptr, dk_ptr, dv_ptr, dlr_ptr, dscale_ptr, dW0_ptr, db0_ptr, dgamma_ptr, dmu_ptr,
-    S_ptr, vectors_ptr, tiles_ptr, squares_ptr, T, R, H, reverse, eps, bucket,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    states_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lr_ptr,
+    scale_ptr,
+    W0_ptr,
+    b0_ptr,
+    gamma_ptr,
+    mu_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    dlr_ptr,
+    dscale_ptr,
+    dW0_ptr,
+    db0_ptr,
+    dgamma_ptr,
+    dmu_ptr,
+    S_ptr,
+    vectors_ptr,
+    tiles_ptr,
+    squares_ptr,
+    T,
+    R,
+    H,
+    reverse,
+    eps,
+    bucket,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """The gradients of q, k, v, and per program and direction those of the rest. Scratch: S_ptr to squares_ptr."""
     head, r, b, first, step = place(T, R, H, reverse)
     program = tl.program_id(0).to(tl.int64)
@@ -233,10 +263,22 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 
 
 def backward(
-    dout: Tensor, states: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, config: triton.Config | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dout: Tensor,
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+    config: triton.Config | None = None,
+) -> tuple[Tensor, ...]:
     """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s states.
 
     `config` is one of `configs`; None tunes.

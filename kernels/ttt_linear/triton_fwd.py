@@ -67,10 +67,30 @@ def alive(x):
 
 @triton.jit(do_not_specialize=["T", "R", "H", "v_rows", "reverse", "bucket"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, lr_ptr, scale_ptr, W0_ptr, b0_ptr, gamma_ptr, mu_ptr, out_ptr, states_ptr,
-    T, R, H, v_rows, reverse, eps, bucket,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lr_ptr,
+    scale_ptr,
+    W0_ptr,
+    b0_ptr,
+    gamma_ptr,
+    mu_ptr,
+    out_ptr,
+    states_ptr,
+    T,
+    R,
+    H,
+    v_rows,
+    reverse,
+    eps,
+    bucket,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """out; with KEEP the state at the start of every group of GROUP chunks but the first. `bucket` is a key for tuning."""
     head, r, b, first, step = place(T, R, H, reverse)
     param, chunks = r * H + head, tl.cdiv(T, CHUNK)
@@ -192,9 +212,13 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 
 
 def launch(
-    kernel, candidates: Callable[[torch.dtype, int, int], list[triton.Config]], programs: int, arguments: dict[str, object],
-    device: torch.device, config: triton.Config | None,
-) -> None:  # fmt: skip
+    kernel,
+    candidates: Callable[[torch.dtype, int, int], list[triton.Config]],
+    programs: int,
+    arguments: dict[str, object],
+    device: torch.device,
+    config: triton.Config | None,
+) -> None:
     """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
     sizes = arguments["q_ptr"].dtype, arguments["CHUNK"], arguments["D"]
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -218,9 +242,19 @@ def tuned(kernel, candidates, dtype: torch.dtype, chunk_size: int, width: int):
 
 
 def shared_arguments(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float,
-) -> dict[str, object]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+) -> dict[str, object]:
     """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
 
     `bucket` has the powers of two of T and of the number of programs: how full the device is decides between configs.
@@ -228,10 +262,17 @@ def shared_arguments(
     B, T, R, H, D = q.shape
     inputs = {"lr": lr, "scale": token_scale, "W0": W0, "b0": b0, "gamma": ln_weight, "mu": ln_bias}
     return {
-        **{"q_ptr": q.contiguous(), "k_ptr": k.contiguous(), "v_ptr": v},
+        "q_ptr": q.contiguous(),
+        "k_ptr": k.contiguous(),
+        "v_ptr": v,
         **{f"{name}_ptr": x.float().contiguous() for name, x in inputs.items()},
-        **{"T": T, "R": R, "H": H, "reverse": sum(flag << r for r, flag in enumerate(reverse)), "eps": eps},
-        **{"bucket": 64 * (B * R * H).bit_length() + T.bit_length(), **constants(D, chunk_size)},
+        "T": T,
+        "R": R,
+        "H": H,
+        "reverse": sum(flag << r for r, flag in enumerate(reverse)),
+        "eps": eps,
+        "bucket": 64 * (B * R * H).bit_length() + T.bit_length(),
+        **constants(D, chunk_size),
     }
 
 
@@ -246,9 +287,21 @@ def token_rows(v: Tensor) -> int | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, W0: Tensor, b0: Tensor, ln_weight: Tensor, ln_bias: Tensor,
-    chunk_size: int, reverse: Sequence[bool], eps: float, keep_states: bool, config: triton.Config | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    token_scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    chunk_size: int,
+    reverse: Sequence[bool],
+    eps: float,
+    keep_states: bool,
+    config: triton.Config | None = None,
+) -> tuple[Tensor, Tensor]:
     """The outputs, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
 
     Args:

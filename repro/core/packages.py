@@ -17,9 +17,13 @@ REINSTALL = "python -m pip install --no-deps -e ."
 MMSEG = {"onedl-mmsegmentation": "1.4.2", "onedl-mmcv": "2.3.6", "onedl-mmengine": "0.10.12"}
 # distributions that bring the same import names -> which of ours
 MMSEG_CLASHES = {
-    "mmsegmentation": "onedl-mmsegmentation", "mmcv": "onedl-mmcv", "mmcv-full": "onedl-mmcv", "mmcv-lite": "onedl-mmcv",
-    "mmengine": "onedl-mmengine", "mmengine-lite": "onedl-mmengine",
-}  # fmt: skip
+    "mmsegmentation": "onedl-mmsegmentation",
+    "mmcv": "onedl-mmcv",
+    "mmcv-full": "onedl-mmcv",
+    "mmcv-lite": "onedl-mmcv",
+    "mmengine": "onedl-mmengine",
+    "mmengine-lite": "onedl-mmengine",
+}
 
 
 def version(name: str) -> str | None:

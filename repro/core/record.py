@@ -91,7 +91,7 @@ def write_record(folder: Path, metrics: dict, identity: dict, seconds: float, *,
     """
     _require_reasons(metrics, str(folder))
     write_json(folder / f"{name}.json", {"metrics": metrics, "identity": identity})
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if name == "metrics" else f"{name}.run.json"
     write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
 

@@ -19,8 +19,7 @@ from .tree import EXTENSIONS, SPLITS, Source, reason
 
 _RENEW_COCO = "unpack annotations_trainval2017.zip again"
 _ADE_RELEASE = (
-    "get ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (sceneparsing.csail.mit.edu): "
-    "150 classes, 20,210 + 2,000 images"
+    "get ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (sceneparsing.csail.mit.edu): 150 classes, 20,210 + 2,000 images"
 )
 _SHIFTED = "labels were already shifted down by one (0 to 255), which training does by itself"
 _BOX_SLACK_PX = 1.0  # coordinates are rounded

@@ -58,9 +58,7 @@ class Speed:
         return f"{median:.1f} img/s ({min(rounds):.1f} to {max(rounds):.1f}), {median / self.workers:.1f} per core"
 
 
-def measure_speed(
-    root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print
-) -> Speed:
+def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print) -> Speed:
     """Time the loader and the bare loop in turns, on the training images of a tree.
 
     Args:

@@ -24,9 +24,7 @@ _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 # where the archive of Kaggle and the usual scripts put train/ and val/
 _INSIDE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 _WNID = re.compile(r"(n\d{8})_")
-_GROUND_TRUTH = (
-    "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
-)
+_GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
 _NOT_READ = "nothing reads them; remove them"
 _AGAIN = "get it again: unpack its archive anew"

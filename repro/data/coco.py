@@ -1,6 +1,6 @@
 """The annotations of COCO detection: targets as mmdet takes them, in arrays.
 
-    <root>/{train,val}2017/<image>      <root>/annotations/instances_{train,val}2017.json
+<root>/{train,val}2017/<image>      <root>/annotations/instances_{train,val}2017.json
 """
 
 import dataclasses

@@ -69,11 +69,9 @@ def open_dense(root: Path, manifest: Manifest, part: Part) -> Path:
 
 def _bases(root: Path, kind: str) -> dict[Part, Path]:
     """Where each part of a kind begins; none of a kind that is no dense one."""
-    return {
-        "coco": {"coco": root},
-        "ade20k": {"ade20k": ade_base(root)},
-        "scenes": {"coco": root / "coco", "ade20k": root / "ade20k"},
-    }.get(kind, {})
+    return {"coco": {"coco": root}, "ade20k": {"ade20k": ade_base(root)}, "scenes": {"coco": root / "coco", "ade20k": root / "ade20k"}}.get(
+        kind, {}
+    )
 
 
 def _coco_classes(base: Path) -> tuple[str, ...]:

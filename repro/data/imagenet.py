@@ -51,11 +51,7 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
     """PIL image -> uint8 tensor (3, image_size, image_size): resize by crop_pct, centre crop, by timm."""
     return create_transform(
-        settings.image_size,
-        is_training=False,
-        use_prefetcher=True,
-        interpolation=settings.interpolation,
-        crop_pct=settings.crop_pct,
+        settings.image_size, is_training=False, use_prefetcher=True, interpolation=settings.interpolation, crop_pct=settings.crop_pct
     )
 
 

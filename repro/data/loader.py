@@ -56,9 +56,15 @@ class TrainOrder:
     """
 
     def __init__(
-        self, size: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, groups: np.ndarray | None = None,
+        self,
+        size: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        groups: np.ndarray | None = None,
         batches_per_epoch: int | None = None,
-    ):  # fmt: skip
+    ):
         self._size, self._batch_size, self._seed, self._rank, self._world_size = size, batch_size, seed, rank, world_size
         self._groups = groups
         self._of_a_pass = size // (batch_size * world_size)
@@ -241,14 +247,7 @@ class EvalLoader(_Loader):
     """
 
     def __init__(
-        self,
-        dataset: Samples,
-        *,
-        batch_size: int,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-        rank: int = 0,
-        world_size: int = 1,
+        self, dataset: Samples, *, batch_size: int, workers: int = 0, device: torch.device | str = "cpu", rank: int = 0, world_size: int = 1
     ):
         order = EvalOrder(len(dataset), batch_size, rank, world_size)
         super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")

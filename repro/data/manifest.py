@@ -209,9 +209,7 @@ def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, whe
         raise UserError(f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this")
 
 
-def departures(
-    classes: Collection[str], splits: Mapping[str, SplitRecord], official: ExpectedCounts, name: str
-) -> tuple[str, ...]:
+def departures(classes: Collection[str], splits: Mapping[str, SplitRecord], official: ExpectedCounts, name: str) -> tuple[str, ...]:
     """How the counts differ from those of the official data set of this name."""
     return tuple(f"{what}: {found:,}, {name} has {wanted:,}" for what, found, wanted in _differences(classes, splits, official))
 
@@ -227,9 +225,7 @@ def short_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _differences(
-    classes: Collection[str], splits: Mapping[str, SplitRecord], expected: ExpectedCounts
-) -> Iterator[tuple[str, int, int]]:
+def _differences(classes: Collection[str], splits: Mapping[str, SplitRecord], expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:
     """(name, found, expected) of each count that is another one."""
     for name, found in (("classes", len(classes)), *((split, splits[split].images) for split in SPLITS)):
         if found != (wanted := getattr(expected, name)):

@@ -48,9 +48,7 @@ class TransformSettings:
             if len(getattr(self, name)) != 3:
                 raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
         if self.auto_augment is not None and not _RAND_AUGMENT.fullmatch(self.auto_augment):
-            raise ValueError(
-                f"auto_augment: {self.auto_augment!r} is no RandAugment string; write one as rand-m9-n2-mstd0.5-inc1, or null"
-            )
+            raise ValueError(f"auto_augment: {self.auto_augment!r} is no RandAugment string; write one as rand-m9-n2-mstd0.5-inc1, or null")
 
     def preprocessing(self) -> dict[str, Any]:
         """What evaluation needs to know, in the names of timm's model configurations; it travels with the weights."""

@@ -8,6 +8,7 @@ order as its files would, and continues at the same batch; no shuffle buffer sta
 
 import dataclasses
 import functools
+import itertools
 import os
 import tarfile
 import zipfile
@@ -92,7 +93,7 @@ def _list(archives: list[Path], extensions: Sequence[str]) -> dict[str, np.ndarr
     if not rows:
         raise UserError(f"{archives[0].parent}: its archives hold no image ({', '.join(extensions)})")
     rows.sort()
-    for (name, file, *_), (next_name, next_file, *_) in zip(rows, rows[1:]):
+    for (name, file, *_), (next_name, next_file, *_) in itertools.pairwise(rows):
         if (name, file) == (next_name, next_file):
             raise UserError(f"{archives[0].parent}: {os.fsdecode(file)} of class {name} is there twice; remove one archive or image")
     classes = sorted({row[0] for row in rows})

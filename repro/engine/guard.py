@@ -37,9 +37,19 @@ class Guard:
         self._rng = rng_state()
 
     def dump(
-        self, task: Any, batch: Any, *, in_a_row: int, step: int, epoch: int, number: int, autocast: Callable[[], Any],
-        ranks: Ranks, accumulate: int, scale: float,
-    ) -> None:  # fmt: skip
+        self,
+        task: Any,
+        batch: Any,
+        *,
+        in_a_row: int,
+        step: int,
+        epoch: int,
+        number: int,
+        autocast: Callable[[], Any],
+        ranks: Ranks,
+        accumulate: int,
+        scale: float,
+    ) -> None:
         """Write `bad_step_<step>.pt` and end the run.
 
         Args:
@@ -81,7 +91,7 @@ def load_dump(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file") from None
     except Exception as error:  # whatever unpickling a damaged file may raise
         raise UserError(f"{path}: is no dump of a bad step: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(dump, dict) or not _KEYS <= dump.keys():
+    if not isinstance(dump, dict) or not dump.keys() >= _KEYS:
         raise UserError(f"{path}: is no dump of a bad step")
     return dump
 

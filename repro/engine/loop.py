@@ -121,7 +121,11 @@ def fit(
     if state.step == 0 and ranks.first:
         snapshot(0, parts.evaluated)
     signals = catch_signals(all_of_them=ranks.world_size > 1)
-    with signals as received, Progress(settings.epochs * steps, state.step, log, shown=ranks.first) as progress, watch(state.step) as watched:
+    with (
+        signals as received,
+        Progress(settings.epochs * steps, state.step, log, shown=ranks.first) as progress,
+        watch(state.step) as watched,
+    ):
         while len(state.curve) < settings.epochs:
             epoch = len(state.curve)  # one that was stopped before its evaluation has no batches left, and is evaluated
             start = state.step - epoch * steps

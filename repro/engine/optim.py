@@ -32,9 +32,7 @@ def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> t
     return optimizer
 
 
-def build_schedule(
-    optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int
-) -> Scheduler:
+def build_schedule(optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int) -> Scheduler:
     """The rate as a function of the step; call `step_update(step)` with the number of finished steps."""
     scale = batch_size / params.lr_batch_size
     if params.schedule == "cosine":

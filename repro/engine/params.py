@@ -72,6 +72,8 @@ class OptimParams:
         if len(self.betas) != 2:
             raise ValueError(f"betas: expected two numbers, got {len(self.betas)}")
         if bool(self.milestones) != (self.schedule == "step"):
-            raise ValueError(f"milestones: {list(self.milestones)} with schedule {self.schedule}; `step` needs some, and no other takes them")
+            raise ValueError(
+                f"milestones: {list(self.milestones)} with schedule {self.schedule}; `step` needs some, and no other takes them"
+            )
         if self.warmup_steps and self.schedule == "cosine":
             raise ValueError("warmup_steps: the cosine takes warmup_epochs")

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..core.errors import RunError, UserError
 from ..core.record import atomic
 
-_OURS = frozenset("step epoch lr images skipped seconds data_wait_seconds not_finite".split())
-_OURS |= frozenset("img_per_s data_wait_percent skip_rate_percent peak_memory_mib mfu_percent".split())
+_OURS = frozenset(["step", "epoch", "lr", "images", "skipped", "seconds", "data_wait_seconds", "not_finite"])
+_OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak_memory_mib", "mfu_percent"])
 
 
 class Watch:
@@ -41,10 +41,20 @@ class Watch:
     """
 
     def __init__(
-        self, folder: Path, *, device: torch.device | str, jsonl: bool, tensorboard: bool, flop_per_image: float | None = None,
-        peak_flop_per_s: float | None = None, every: int, world_size: int = 1, rank: int = 0, resumed_step: int = 0,
+        self,
+        folder: Path,
+        *,
+        device: torch.device | str,
+        jsonl: bool,
+        tensorboard: bool,
+        flop_per_image: float | None = None,
+        peak_flop_per_s: float | None = None,
+        every: int,
+        world_size: int = 1,
+        rank: int = 0,
+        resumed_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
-    ):  # fmt: skip
+    ):
         self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
         self.world_size, self.resumed_step = world_size, resumed_step
         self.jsonl, self.tensorboard = jsonl and rank == 0, tensorboard and rank == 0

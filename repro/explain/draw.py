@@ -20,9 +20,8 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 
 def gradient_figure(
-    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]],
-    caption: str,
-) -> None:  # fmt: skip
+    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]], caption: str
+) -> None:
     """Fig. 3, 9 and 10: a row for each picture and state of the weights: the layers' maps, their mean, the tokens that stand out.
 
     Args:

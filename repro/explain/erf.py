@@ -93,9 +93,12 @@ def describe(field: Tensor, centre: tuple[float, float], patch: int = 16) -> Sha
     last = torch.searchsorted(radii, torch.arange(int(radii[-1]) + 2, dtype=radii.dtype, device=radii.device), right=True)
     share_within = torch.cat((shares.new_zeros(1), shares))[last]
     return Shape(
-        share_within=share_within.tolist(), radius_50_px=within(0.5), radius_90_px=within(0.9),
-        anisotropy=_anisotropy(field, down, right, radius, patch), share_ahead=_share_ahead(field, down, right, patch / 2),
-    )  # fmt: skip
+        share_within=share_within.tolist(),
+        radius_50_px=within(0.5),
+        radius_90_px=within(0.9),
+        anisotropy=_anisotropy(field, down, right, radius, patch),
+        share_ahead=_share_ahead(field, down, right, patch / 2),
+    )
 
 
 def _anisotropy(field: Tensor, down: Tensor, right: Tensor, radius: Tensor, width: int) -> float:

@@ -16,8 +16,17 @@ from .terms import ttt_linear_macs
 
 
 def op_rate(
-    *, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, matmul_side: int, repeats: int,
-    device: str, dtype: str, backend: str,
+    *,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    chunk_size: int,
+    matmul_side: int,
+    repeats: int,
+    device: str,
+    dtype: str,
+    backend: str,
 ) -> dict[str, Any]:
     """Time the op and a square matrix product in turn, so that a drifting clock or a busy machine meets both alike.
 
@@ -58,8 +67,7 @@ def op_rate(
     gflop = {"matmul": 2 * matmul_side**3 / 1e9, "op": 2 * 2 * batch * ttt_linear_macs(tokens, heads, head_dim, chunk_size) / 1e9}
     rate = {name: gflop[name] / (statistics.median(samples[name]) / 1e3) for name in steps}
     shares = [
-        (gflop["op"] / op_ms) / (gflop["matmul"] / matmul_ms)
-        for op_ms, matmul_ms in zip(samples["op"], samples["matmul"], strict=True)
+        (gflop["op"] / op_ms) / (gflop["matmul"] / matmul_ms) for op_ms, matmul_ms in zip(samples["op"], samples["matmul"], strict=True)
     ]
     interval = median_interval(shares)
     return {
@@ -71,13 +79,19 @@ def op_rate(
         **{f"{name}_samples_ms": [round(s, 3) for s in samples[name]] for name in steps},
         "backend": selected_backend(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=cast),
         "sizes": {
-            "batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "chunk_size": chunk_size,
+            "batch": batch,
+            "tokens": tokens,
+            "heads": heads,
+            "head_dim": head_dim,
+            "chunk_size": chunk_size,
             "matmul_side": matmul_side,
         },
-    }  # fmt: skip
+    }
 
 
-def kept_for_backward(*, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, device: str, backend: str) -> dict[str, float]:
+def kept_for_backward(
+    *, batch: int, tokens: int, heads: int, head_dim: int, chunk_size: int, device: str, backend: str
+) -> dict[str, float]:
     """What autograd keeps between the passes for one direction: of the equations as written, and of the op, which recomputes.
 
     The equations keep a state per chunk and what is computed from it, the op its inputs: Appendix B.2's fusion and recomputation.

@@ -25,9 +25,13 @@ SLOW_STEPS = 3
 MIN_STEPS = 10
 WARM_UP_S = 1.0
 _OUT_OF_MEMORY = (
-    "out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,8 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     try:
         out, err = process.communicate(json.dumps(dataclasses.asdict(spec)), timeout=spec.budget_s)
     except subprocess.TimeoutExpired:
@@ -175,10 +178,17 @@ def _blank_row(spec: RowSpec) -> dict[str, Any]:
     shared = ("model", "options", "attention", "batch", "dtype", "device", "backend", "mode", "compile")
     return {
         **{name: getattr(spec, name) for name in shared},
-        "resolution": list(spec.resolution), "attention_kernel": "none", "throughput_img_per_s": None, "latency_ms": None,
-        "latency_ms_ci95": None, "peak_memory_mib": None, "peak_memory_method": None, "steps": 0, "samples_ms": [],
+        "resolution": list(spec.resolution),
+        "attention_kernel": "none",
+        "throughput_img_per_s": None,
+        "latency_ms": None,
+        "latency_ms_ci95": None,
+        "peak_memory_mib": None,
+        "peak_memory_method": None,
+        "steps": 0,
+        "samples_ms": [],
         **({} if spec.attention else {"attention_reason": "no kind of attention was chosen"}),
-    }  # fmt: skip
+    }
 
 
 def _main() -> None:
@@ -211,7 +221,6 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     import torch
 
     from ..models.registry import kernel_backend
-
     from . import build
 
     if spec.threads:
@@ -288,9 +297,7 @@ def _attention_kernel(model: Any, images: Any) -> str:
     return next((name for name in chosen if not name.endswith("_math")), "none")
 
 
-def _sample(
-    step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None
-) -> tuple[list[float], float | None, str]:
+def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None) -> tuple[list[float], float | None, str]:
     """(milliseconds of each timed step, peak memory in MiB, how the peak was read)."""
     import torch
 

@@ -110,7 +110,9 @@ def key_of(row: Mapping[str, Any]) -> tuple:
 
 def spec_key(spec: RowSpec) -> tuple:
     """`key_of` the row that this spec will become."""
-    return key_of({name: getattr(spec, name) for name in ("model", "attention", "batch", "dtype", "mode", "compile", "options", "resolution")})
+    return key_of(
+        {name: getattr(spec, name) for name in ("model", "attention", "batch", "dtype", "mode", "compile", "options", "resolution")}
+    )
 
 
 class Plan:
@@ -127,7 +129,11 @@ class Plan:
     """
 
     def __init__(
-        self, specs: Sequence[RowSpec], macs_g: Callable[[RowSpec], float], budget_s: float | None, clock: Callable[[], float] = time.monotonic
+        self,
+        specs: Sequence[RowSpec],
+        macs_g: Callable[[RowSpec], float],
+        budget_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._groups = [list(group) for _, group in itertools.groupby(specs, key=lambda spec: spec.resolution)]
         self._macs_g, self._budget_s, self._clock = macs_g, budget_s, clock

@@ -37,7 +37,16 @@ class Backbone(nn.Module):
     norm: nn.Module
 
     def __init__(
-        self, img_size: int | Grid, patch_size: int, in_chans: int, num_classes: int, embed_dim: int, depth: int, *, pool: str, drop_rate: float
+        self,
+        img_size: int | Grid,
+        patch_size: int,
+        in_chans: int,
+        num_classes: int,
+        embed_dim: int,
+        depth: int,
+        *,
+        pool: str,
+        drop_rate: float,
     ):
         super().__init__()
         self.img_size, self.patch_size, self.num_classes = to_2tuple(img_size), patch_size, num_classes
@@ -165,7 +174,9 @@ class Backbone(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for `num_classes`; the class feature belongs to the architecture, so `global_pool` may only repeat it."""
         if global_pool not in (None, self.pool):
-            raise ValueError(f"global_pool {global_pool!r}: the class strategy of a built model is fixed ({self.pool}); build it with pool=...")
+            raise ValueError(
+                f"global_pool {global_pool!r}: the class strategy of a built model is fixed ({self.pool}); build it with pool=..."
+            )
         self.num_classes = num_classes
         device, dtype = self.patch_embed.weight.device, self.patch_embed.weight.dtype
         self.head = nn.Linear(self.embed_dim, num_classes, device=device, dtype=dtype) if num_classes else nn.Identity()
@@ -209,10 +220,18 @@ def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> 
 def default_cfg(input_size: int) -> dict[str, Any]:
     """timm's description of a model that takes images of any size, `input_size` pixels a side by default, on ImageNet's statistics."""
     return {
-        "num_classes": 1000, "input_size": (3, input_size, input_size), "pool_size": None, "crop_pct": 0.875, "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "first_conv": "patch_embed", "classifier": "head",
-        "fixed_input_size": False, "license": "apache-2.0",
-    }  # fmt: skip
+        "num_classes": 1000,
+        "input_size": (3, input_size, input_size),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed",
+        "classifier": "head",
+        "fixed_input_size": False,
+        "license": "apache-2.0",
+    }
 
 
 def create(family: type[Backbone], variant: str, pretrained: bool, **kwargs: Any) -> Any:

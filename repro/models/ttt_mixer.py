@@ -164,15 +164,24 @@ class TTTMixer(nn.Module):
         if R == 1:
             q, k, v = (t.view(B, T, H, d) for t in (q, k, v))
             z = ttt_linear(
-                q, k, v, lr_BTH, scale[0], W0[0], self.b0[0], self.ln_weight[0], self.ln_bias[0],
-                chunk_size=chunk_size, eps=self.eps, backend=self.backend,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                lr_BTH,
+                scale[0],
+                W0[0],
+                self.b0[0],
+                self.ln_weight[0],
+                self.ln_bias[0],
+                chunk_size=chunk_size,
+                eps=self.eps,
+                backend=self.backend,
+            )
             return z.reshape(B, T, H * d)
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
         z = ttt_linear_bidir(
-            q, k, v, lr_BTH, scale, W0, self.b0, self.ln_weight, self.ln_bias,
-            chunk_size=chunk_size, eps=self.eps, backend=self.backend,
-        )  # fmt: skip
+            q, k, v, lr_BTH, scale, W0, self.b0, self.ln_weight, self.ln_bias, chunk_size=chunk_size, eps=self.eps, backend=self.backend
+        )
         return (z[:, :, 0] + z[:, :, 1]).reshape(B, T, H * d)
 
     def _pad_causal(self, x: Tensor) -> Tensor:

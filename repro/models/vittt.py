@@ -28,7 +28,9 @@ class VitttBlock(nn.Module):
         drop_path: stochastic depth of both residual branches.
     """
 
-    def __init__(self, dim: int, num_heads: int, num_tokens: int, *, design: Design, chunk_size: int, w0: W0Mode, pool: Pool, drop_path: float):
+    def __init__(
+        self, dim: int, num_heads: int, num_tokens: int, *, design: Design, chunk_size: int, w0: W0Mode, pool: Pool, drop_path: float
+    ):
         super().__init__()
         self.pool = pool
         # bias-free: only that fits the paper's 0.02/0.04/0.08 M parameters
@@ -108,9 +110,15 @@ class Vittt(Backbone):
         drop_path = calculate_drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.ModuleList(
             VitttBlock(
-                embed_dim, num_heads, num_patches + num_class_tokens,
-                design=design, chunk_size=chunk_size, w0=w0, pool=pool, drop_path=drop_path[i],
-            )  # fmt: skip
+                embed_dim,
+                num_heads,
+                num_patches + num_class_tokens,
+                design=design,
+                chunk_size=chunk_size,
+                w0=w0,
+                pool=pool,
+                drop_path=drop_path[i],
+            )
             for i in range(depth)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=EPS)

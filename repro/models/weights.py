@@ -31,9 +31,15 @@ _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
 def save_weights(
-    path: Path, model: nn.Module, *, name: str, options: dict[str, Any], preprocessing: dict[str, Any], classes: list[str],
+    path: Path,
+    model: nn.Module,
+    *,
+    name: str,
+    options: dict[str, Any],
+    preprocessing: dict[str, Any],
+    classes: list[str],
     task: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a model's state atomically, with what is needed to build and use it.
 
     Args:
@@ -212,7 +218,7 @@ def _read_checkpoint(path: Path) -> Any:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     with _open(path) as stream:
-        return {key: stream.get_tensor(key) for key in stream.keys()}
+        return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (no mapping, and not iterable)
 
 
 def _open(path: Path):

@@ -28,8 +28,14 @@ SAYS = {
 }
 FIGURES = {"Fig. 7(a)": "fig7a", "Fig. 7(b)": "fig7b"}
 TICKS = {
-    "chunk4": "4", "chunk8": "8", "chunk32": "32", "chunk64": "64", "chunk_all": "all", "w0_frozen": "0: frozen", "w0_shared": "1: shared",
-}  # fmt: skip
+    "chunk4": "4",
+    "chunk8": "8",
+    "chunk32": "32",
+    "chunk64": "64",
+    "chunk_all": "all",
+    "w0_frozen": "0: frozen",
+    "w0_shared": "1: shared",
+}
 DENSE = {"detect": ("ap_box_percent", "ap_mask_percent"), "segment": ("miou_percent",)}
 SCORES = {"ap_box_percent": "AP^b", "ap_mask_percent": "AP^m", "miou_percent": "mIoU"}
 
@@ -81,7 +87,8 @@ def groups(results: Results) -> list[Group]:
     for (_, _, model, rest, _), variants in found.items():
         like = next(iter(variants.values()))
         if "conv2d" not in variants and not rest and results.is_full(like):
-            variants |= {"conv2d": own for own in [_pretrained(results, model, like)] if own}
+            if own := _pretrained(results, model, like):
+                variants["conv2d"] = own
     return [
         Group(folder=key[0], variants={name: variants[name] for name in VARIANTS if name in variants}) for key, variants in found.items()
     ]
@@ -193,7 +200,9 @@ def _printed(place: str, name: str, column: str, ledger: Ledger) -> str:
 def _rows_grid(results: Results, group: Group, place: str, ledger: Ledger) -> str:
     dense = {name: _dense_scores(results, source) for name, source in group.at(place).items()}
     shown = [key for key in SCORES if any(key in scores for scores in dense.values())]
-    labels = {"params_m": "#Param. (M)", "macs_g": "FLOPs (G)", "fps": "FPS", "top1_percent": "Top-1 (%)"} | {key: SCORES[key] for key in shown}
+    labels = {"params_m": "#Param. (M)", "macs_g": "FLOPs (G)", "fps": "FPS", "top1_percent": "Top-1 (%)"} | {
+        key: SCORES[key] for key in shown
+    }
     paper = [key for key in labels if _printed(place, "conv2d", key, ledger) != "–"]
     ours = ["params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(SCORES[key] for key in shown)]
     head = ["", *(f"paper: {labels[key]}" for key in paper), *(f"ours: {label}" for label in ours)]
@@ -203,11 +212,12 @@ def _rows_grid(results: Results, group: Group, place: str, ledger: Ledger) -> st
         spread = m.get("top1_spread_percent")
         speed = m.get("throughput_img_per_s")
         ours = [
-            f"{m['params'] / 1e6:.4g}", "–" if m.get("macs_g") is None else f"{m['macs_g']:.4g}",
+            f"{m['params'] / 1e6:.4g}",
+            "–" if m.get("macs_g") is None else f"{m['macs_g']:.4g}",
             "–" if speed is None else f"{speed:.0f}",
             f"{m['top1_percent']:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
             *("–" if key not in dense[name] else f"{dense[name][key]:.1f}" for key in shown),
-        ]  # fmt: skip
+        ]
         changes = ", ".join(f"{key} {value or 'all'}" for key, value in VARIANTS[name].items()) or "Vittt"
         rows.append([changes, *(_printed(place, name, key, ledger) for key in paper), *ours])
     return grid(head, rows)
@@ -218,7 +228,12 @@ def _dense_scores(results: Results, source: Source) -> dict[str, float]:
     weights = f"{PurePosixPath(source.path).parent}/weights.safetensors"
     began = [other for other in results.score_cells if other.metrics.get("initial") == weights]
     return {
-        key: other.metrics[key] for stage, keys in DENSE.items() for other in began if f"/{stage}/" in other.path for key in keys if key in other.metrics
+        key: other.metrics[key]
+        for stage, keys in DENSE.items()
+        for other in began
+        if f"/{stage}/" in other.path
+        for key in keys
+        if key in other.metrics
     }
 
 
@@ -244,18 +259,29 @@ def _draw(path: Path, group: Group, place: str, ledger: Ledger) -> Path:
     printed = float(_printed(place, "conv2d", "top1_percent", ledger))
     paper.plot(place_of["conv2d"], printed, "o", color="black")
     paper.annotate(f"{printed} %", (place_of["conv2d"], printed), xytext=(8, 6), textcoords="offset points", fontsize=9)
-    note = "in words: falls sharply from 4,\nworst at 64, then grows slightly" if place == "Fig. 7(a)" else "in words: more learnable states\nare better"
+    note = (
+        "in words: falls sharply from 4,\nworst at 64, then grows slightly"
+        if place == "Fig. 7(a)"
+        else "in words: more learnable states\nare better"
+    )
     paper.text(0.03, 0.04, f"{note}\n(no other number is printed)", transform=paper.transAxes, fontsize=8, va="bottom")
     paper.set(title="paper: Vittt-T on ImageNet-1K", ylabel="Top-1 (%)", ylim=(printed - 3, printed + 1))
     for name, source in there.items():
         values, x = list(top1_of(source).values()) or [source.metrics["top1_percent"]], place_of[name]
         ours.plot([x] * len(values), values, ".", color=colour, alpha=0.5)
-        ours.errorbar(x, statistics.mean(values), yerr=statistics.stdev(values) if len(values) > 1 else None, fmt="o", color=colour, capsize=4)
+        ours.errorbar(
+            x, statistics.mean(values), yerr=statistics.stdev(values) if len(values) > 1 else None, fmt="o", color=colour, capsize=4
+        )
         if source.metrics.get("throughput_img_per_s") is not None:
             speed.plot(x, source.metrics["throughput_img_per_s"], "s", color=colour)
     one = group.any
-    measured_on = "; ".join(sorted({source.metrics["throughput_device"] for source in there.values() if "throughput_device" in source.metrics}))
-    ours.set(title=f"ours: {one['model'].split('_patch')[0]} on {one['data_cell']}, {one['epochs']} epochs", ylabel="Top-1 (%): mean ± spread, seeds")
+    measured_on = "; ".join(
+        sorted({source.metrics["throughput_device"] for source in there.values() if "throughput_device" in source.metrics})
+    )
+    ours.set(
+        title=f"ours: {one['model'].split('_patch')[0]} on {one['data_cell']}, {one['epochs']} epochs",
+        ylabel="Top-1 (%): mean ± spread, seeds",
+    )
     speed.set(title=f"ours, {measured_on}", ylabel="images per second", ylim=(0, 1.15 * speed.dataLim.y1 if speed.has_data() else 1))
     label = "chunk size b (tokens)" if place == "Fig. 7(a)" else "learnable initial states"
     for panel in (paper, ours, speed):
@@ -264,4 +290,3 @@ def _draw(path: Path, group: Group, place: str, ledger: Ledger) -> Path:
         panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
     figure.tight_layout()
     return save_png(figure, path)
-

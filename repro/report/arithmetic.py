@@ -92,7 +92,7 @@ def _evaluate(node: ast.expr, functions: Mapping[str, Callable]) -> Any:
             return _OPERATORS[type(op)](_evaluate(left, functions), _evaluate(right, functions))
         case ast.BoolOp(op=ast.And(), values=values):
             # every part is evaluated, so that a part without data is not hidden by one that is false
-            return all([_evaluate(part, functions) for part in values])
+            return all([_evaluate(part, functions) for part in values])  # noqa: C419 (each part is evaluated)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in functions:
             return functions[name](*(_evaluate(arg, functions) for arg in args))
     raise ValueError(f"not understood in an expression of the ledger: {ast.unparse(node)}")

@@ -43,7 +43,9 @@ class Elsewhere:
             return "–"
         if isinstance(value, bool):
             measured, all_of_them = self.parts
-            return ("holds" if value else "does not hold") + ("" if measured == all_of_them else f" in the {measured} of {all_of_them} measured")
+            return ("holds" if value else "does not hold") + (
+                "" if measured == all_of_them else f" in the {measured} of {all_of_them} measured"
+            )
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}"
 
     def __str__(self) -> str:
@@ -180,9 +182,7 @@ class _Bench:
             checks += 1
             if not holds:
                 left = evaluate(left_of_comparison(entry.holds), self._printed, self._paper_functions())
-                evidence.append(
-                    (entry.because or "the statement is false of the paper's own numbers").format(computed=_shown(left, 3))
-                )
+                evidence.append((entry.because or "the statement is false of the paper's own numbers").format(computed=_shown(left, 3)))
         return evidence, checks
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
@@ -211,9 +211,7 @@ class _Bench:
         units = {name: Fraction(1, 10 ** decimals(self.ledger.entries[name].printed)) for name in names}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(names)):
             moved = {name: self._printed(name) + shift * units[name] for name, shift in zip(names, shifts, strict=True)}
-            if names and self._satisfies(
-                evaluate(relation.expression, moved.__getitem__, self._paper_functions()), entry, relation
-            ):
+            if names and self._satisfies(evaluate(relation.expression, moved.__getitem__, self._paper_functions()), entry, relation):
                 return True
         return False
 
@@ -258,9 +256,12 @@ class _Bench:
             fused = self._decided(parts, group, "fused") if '"unfused"' in entry.ours else []
             as_one = all if isinstance(values[0], bool) else lambda numbers: float(numbers[0])
             yield Elsewhere(
-                group=group, value=as_one(values), fused=as_one(fused) if len(fused) == len(values) else None,
-                unit=entry.unit, parts=(len(values), len(parts)),
-            )  # fmt: skip
+                group=group,
+                value=as_one(values),
+                fused=as_one(fused) if len(fused) == len(values) else None,
+                unit=entry.unit,
+                parts=(len(values), len(parts)),
+            )
 
     def _decided(self, parts: list[str], group: SpeedGroup, deit: str) -> list[Number | bool]:
         """The values of the parts of which everything was measured."""

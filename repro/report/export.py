@@ -9,9 +9,22 @@ from .claims import STATUSES, Verdict, status_counts
 from .ledger import Ledger
 
 _CSV_COLUMNS = (
-    "id", "kind", "place", "says", "unit", "paper", "ours", "status", "how", "delta", "evidence", "reason", "command",
-    "elsewhere", "sources",
-)  # fmt: skip
+    "id",
+    "kind",
+    "place",
+    "says",
+    "unit",
+    "paper",
+    "ours",
+    "status",
+    "how",
+    "delta",
+    "evidence",
+    "reason",
+    "command",
+    "elsewhere",
+    "sources",
+)
 
 
 def claims_json(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
@@ -35,8 +48,19 @@ def claims_csv(verdicts: Mapping[str, Verdict]) -> str:
 def _record(verdict: Verdict) -> dict[str, Any]:
     entry = verdict.entry
     return {
-        "id": entry.id, "kind": entry.kind, "place": entry.place, "says": entry.says, "unit": entry.unit, "paper": entry.printed,
-        "ours": verdict.ours, "status": verdict.status, "how": verdict.how, "delta": verdict.delta, "evidence": verdict.evidence,
-        "reason": verdict.reason, "command": verdict.command, "elsewhere": list(map(str, verdict.elsewhere)),
+        "id": entry.id,
+        "kind": entry.kind,
+        "place": entry.place,
+        "says": entry.says,
+        "unit": entry.unit,
+        "paper": entry.printed,
+        "ours": verdict.ours,
+        "status": verdict.status,
+        "how": verdict.how,
+        "delta": verdict.delta,
+        "evidence": verdict.evidence,
+        "reason": verdict.reason,
+        "command": verdict.command,
+        "elsewhere": list(map(str, verdict.elsewhere)),
         "sources": list(verdict.sources),
-    }  # fmt: skip
+    }

@@ -16,11 +16,7 @@ STYLES = {
     "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
     "vit3": ("ViT³", "#E69F00", "D", "-"),
 }
-LABELS = {
-    "macs_g": "multiply-adds of an image (10⁹)",
-    "throughput_img_per_s": "images per second",
-    "peak_memory_mib": "peak memory (MiB)",
-}
+LABELS = {"macs_g": "multiply-adds of an image (10⁹)", "throughput_img_per_s": "images per second", "peak_memory_mib": "peak memory (MiB)"}
 
 
 def against_resolution(path: Path, series: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> list[Path]:
@@ -53,9 +49,16 @@ def against_resolution(path: Path, series: Mapping[str, Sequence[Mapping[str, An
             panel.plot(side, edge, "x", color=colour, transform=panel.get_xaxis_transform(), markersize=7, clip_on=False)
             shift = (-4 - 9 * place) if edge > 0.5 else 4 + 9 * place
             panel.annotate(
-                "out of memory" if status == "oom" else status, (side, edge), xycoords=panel.get_xaxis_transform(), xytext=(-6, shift),
-                textcoords="offset points", ha="right", va="center", fontsize=7, color=colour,
-            )  # fmt: skip
+                "out of memory" if status == "oom" else status,
+                (side, edge),
+                xycoords=panel.get_xaxis_transform(),
+                xytext=(-6, shift),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=7,
+                color=colour,
+            )
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)

@@ -34,43 +34,66 @@ class Figure:
 _SWEEP = "repro efficiency --res 224..1280"
 FIGURES = (
     Figure(
-        place="Fig. 1", files="measured/*/efficiency/fig1_*.png", command=_SWEEP,
+        place="Fig. 1",
+        files="measured/*/efficiency/fig1_*.png",
+        command=_SWEEP,
         shows="DeiT, Vim and Vittt: accuracy, AP and mIoU, and speed and memory at high resolution. Our pictures are of its "
         "multiply-adds, speed and memory; its accuracies are those of Tables 1 and 2",
     ),
     Figure(place="Fig. 2", shows="the hidden state W, updated by a gradient step on each token"),
     Figure(
-        place="Fig. 3", files="visualize/fig3_*.png", command="repro visualize",
+        place="Fig. 3",
+        files="visualize/fig3_*.png",
+        command="repro visualize",
         shows="the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image",
     ),
     Figure(place="Fig. 4", shows="the architecture: patches, Vittt blocks, head"),
     Figure(place="Fig. 5", shows="the Vittt block, from vanilla TTT to the dual data sets and the Conv2d preprocessing"),
     Figure(
-        place="Fig. 6", files="measured/*/efficiency/fig6_*.png", command=_SWEEP,
+        place="Fig. 6",
+        files="measured/*/efficiency/fig6_*.png",
+        command=_SWEEP,
         shows="multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",
     ),
-    Figure(place="Fig. 7a", files="figures/fig7a_*.png", command="repro ablate --all", shows="Top-1 accuracy against the mini-batch size b, 4 to 196"),
     Figure(
-        place="Fig. 7b", files="figures/fig7b_*.png", command="repro ablate --all",
+        place="Fig. 7a",
+        files="figures/fig7a_*.png",
+        command="repro ablate --all",
+        shows="Top-1 accuracy against the mini-batch size b, 4 to 196",
+    ),
+    Figure(
+        place="Fig. 7b",
+        files="figures/fig7b_*.png",
+        command="repro ablate --all",
         shows="Top-1 accuracy against the number of learnable initial states W0: none, one shared, two",
     ),
     Figure(
-        place="Fig. 8", files="visualize/fig8_*.png", command="repro visualize",
+        place="Fig. 8",
+        files="visualize/fig8_*.png",
+        command="repro visualize",
         shows="the effective receptive field of the central pixel: ResNet18, DeiT-T, Vim-T, and Vittt-T as vanilla TTT, + Dual, + Conv2d",
     ),
     Figure(
-        place="Fig. 9", files="visualize/fig9_*.png", command="repro visualize", shared_with="Fig. 3",
+        place="Fig. 9",
+        files="visualize/fig9_*.png",
+        command="repro visualize",
+        shared_with="Fig. 3",
         shows="the Gradient Magnitude Map of Vittt-T before and after training",
     ),
     Figure(
-        place="Fig. 10", files="visualize/fig10_*.png", command="repro visualize", shared_with="Fig. 3",
+        place="Fig. 10",
+        files="visualize/fig10_*.png",
+        command="repro visualize",
+        shared_with="Fig. 3",
         shows="the same for images of more classes, the top 30 % of the tokens marked",
     ),
     Figure(
-        place="Fig. 11", files="visualize/fig11_*.png", command="repro visualize",
+        place="Fig. 11",
+        files="visualize/fig11_*.png",
+        command="repro visualize",
         shows="the inner reconstruction loss of every token in each of 12 layers at epochs 0, 3 and 300, mean of 128 images",
     ),
-)  # fmt: skip
+)
 # what a trained model sees; the paper prints no such picture
 EXAMPLES = {"boxes and masks": "detect/*/examples/*.png", "label maps": "segment/*/examples/*.png"}
 

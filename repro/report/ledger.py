@@ -244,9 +244,7 @@ def _text_entries(claim: _ClaimText) -> list[Entry]:
         entry_id = f"{claim.id}_{name}"
         because = {"because": value.because} if value.because else {}
         relations = [
-            Relation(id=entry_id, **{key: expression}, **because)
-            for key in ("equals", "requires")
-            if (expression := getattr(value, key))
+            Relation(id=entry_id, **{key: expression}, **because) for key in ("equals", "requires") if (expression := getattr(value, key))
         ]
         entries.append(
             Entry(

@@ -58,7 +58,9 @@ class Verdict:
     tau: float | None
 
 
-def judge(top1: Mapping[str, Top1], before: Mapping[str, Mapping[int, float | None]], orders: Sequence[tuple[str, str]], images: int, classes: int) -> Verdict:
+def judge(
+    top1: Mapping[str, Top1], before: Mapping[str, Mapping[int, float | None]], orders: Sequence[tuple[str, str]], images: int, classes: int
+) -> Verdict:
     """The verdict of a table.
 
     Args:
@@ -98,7 +100,9 @@ def compare(top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], seeds: 
         half = student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n)
         word = "not separated" if p >= ALPHA else "ordering seen" if mean > 0 else "ordering contradicted"
         needed = seeds_needed(mean, spread, ALPHA / len(orders))
-        found.append(Pair(better=better, worse=worse, difference=mean, low=mean - half, high=mean + half, p=float(p), word=word, needed=needed))
+        found.append(
+            Pair(better=better, worse=worse, difference=mean, low=mean - half, high=mean + half, p=float(p), word=word, needed=needed)
+        )
     return tuple(found)
 
 
@@ -131,7 +135,10 @@ def _said(pairs: Sequence[Pair], means: Mapping[str, float], before: Sequence[fl
     spread, best, overall = max(means.values()) - min(means.values()), max(means.values()), statistics.mean(means.values())
     chance = 100 / classes
     if best - chance < sampling_noise(chance, images):
-        return {"word": "insufficient budget", "why": f"no variant is above chance, {chance:.1f} %, by more than the noise of {images} images"}
+        return {
+            "word": "insufficient budget",
+            "why": f"no variant is above chance, {chance:.1f} %, by more than the noise of {images} images",
+        }
     if None in before:
         return {"word": "insufficient budget", "why": "accuracy was taken once, so whether it still rose is unknown"}
     gain = overall - statistics.mean(before)

@@ -27,7 +27,9 @@ _PROSE = 22
 _COMPARED = re.compile(r"(\S+) → (\S+)(?: (.+))?")
 _MARK = re.compile(r"(✓ᵗ|✓|≠|⚠)")
 _WORDS = {**{mark: status for status, mark in MARKS.items()}, "✓ᵗ": "matched by truncation"}
-_PLACE = re.compile(r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I)
+_PLACE = re.compile(
+    r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
+)
 
 
 def report_html(verdicts: Mapping[str, Verdict], results: Results, profile: str | None, tables: str) -> str:
@@ -49,11 +51,15 @@ def report_html(verdicts: Mapping[str, Verdict], results: Results, profile: str 
         Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         .from_string(TEMPLATE.read_text(encoding="utf-8"))
         .render(
-            head=head, sections=sections, ledger_id=LEDGER, kinds=KINDS, places=places,
+            head=head,
+            sections=sections,
+            ledger_id=LEDGER,
+            kinds=KINDS,
+            places=places,
             statuses=[(status, _slug(status), MARKS[status], counts[status]) for status in STATUSES],
             entries=[_entry(verdict, results, profile) for verdict in verdicts.values()],
         )
-    )  # fmt: skip
+    )
 
 
 def _entry(verdict: Verdict, results: Results, profile: str | None) -> dict[str, Any]:
@@ -69,12 +75,22 @@ def _entry(verdict: Verdict, results: Results, profile: str | None) -> dict[str,
             how = "none, run by hand" if path.startswith("results/measured/") else profile or "none, edited parameters"
             about += [("device", source.device), ("profile", how), ("parent commit", str(source.identity.get("parent_commit") or "–")[:12])]
     return {
-        "id": entry.id, "status": verdict.status, "slug": _slug(verdict.status), "mark": MARKS[verdict.status], "kind": entry.kind,
-        "place": entry.place, "places": "|".join(_places(verdict)), "says": entry.says, "unit": entry.unit,
-        "paper": entry.printed or "", "ours": "" if verdict.ours is None else ours(verdict),
-        "delta": "" if verdict.delta is None else signed(verdict.delta, verdict), "delta_value": verdict.delta,
-        "ours_value": verdict.ours, "about": [(label, text) for label, text in about if text],
-    }  # fmt: skip
+        "id": entry.id,
+        "status": verdict.status,
+        "slug": _slug(verdict.status),
+        "mark": MARKS[verdict.status],
+        "kind": entry.kind,
+        "place": entry.place,
+        "places": "|".join(_places(verdict)),
+        "says": entry.says,
+        "unit": entry.unit,
+        "paper": entry.printed or "",
+        "ours": "" if verdict.ours is None else ours(verdict),
+        "delta": "" if verdict.delta is None else signed(verdict.delta, verdict),
+        "delta_value": verdict.delta,
+        "ours_value": verdict.ours,
+        "about": [(label, text) for label, text in about if text],
+    }
 
 
 def _places(verdict: Verdict) -> list[str]:

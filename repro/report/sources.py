@@ -17,9 +17,20 @@ FULL_VALIDATION = {"imagenet": 50_000, "coco": 5_000, "ade20k": 2_000}
 NAMES = {"imagenet": "ImageNet-1K", "coco": "COCO 2017", "ade20k": "ADE20K"}
 _SECTIONS = {"imagenet": ("pretrain", "ablate"), "coco": ("detect",), "ade20k": ("segment",)}
 _SPEED_FIELDS = (
-    "model", "attention", "resolution", "batch", "dtype", "device", "mode", "status", "throughput_img_per_s", "latency_ms",
-    "latency_ms_ci95", "peak_memory_mib", "macs_g",
-)  # fmt: skip
+    "model",
+    "attention",
+    "resolution",
+    "batch",
+    "dtype",
+    "device",
+    "mode",
+    "status",
+    "throughput_img_per_s",
+    "latency_ms",
+    "latency_ms_ci95",
+    "peak_memory_mib",
+    "macs_g",
+)
 _BACKENDS = ("triton", "torch")
 
 
@@ -80,9 +91,7 @@ class Results:
     def __init__(self, paths: Paths, defaults: Mapping[str, str], own_families: tuple[str, ...]):
         self.paths, self.defaults, self.own_families = paths, defaults, own_families
         root = paths.results
-        files = [
-            f for stage in STAGES for f in sorted([*root.glob(f"{stage}/metrics.json"), *root.glob(f"{stage}/*/metrics.json")])
-        ]
+        files = [f for stage in STAGES for f in sorted([*root.glob(f"{stage}/metrics.json"), *root.glob(f"{stage}/*/metrics.json")])]
         files += sorted(f for f in root.glob("measured/**/*.json") if not f.name.endswith(("run.json", "recipe.json")))
         self.sources = [self._read(file) for file in files]
         self.used: set[str] = set()
@@ -180,11 +189,7 @@ class Results:
 
     def _count(self, row: str) -> Mapping[str, Any]:
         if row not in self.counts:
-            why = (
-                "no such row in results/complexity: not built yet, or not listed in params.yaml"
-                if self.counts
-                else "not counted yet"
-            )
+            why = "no such row in results/complexity: not built yet, or not listed in params.yaml" if self.counts else "not counted yet"
             raise Missing(why, "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
@@ -268,8 +273,7 @@ class Results:
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
             raise Missing(
-                f"profiles/paper.yaml: {section}.{cell} does not state {key}; the code's default holds",
-                "repro profile show paper",
+                f"profiles/paper.yaml: {section}.{cell} does not state {key}; the code's default holds", "repro profile show paper"
             )
         self.used.add("profiles/paper.yaml")
         return value
@@ -278,9 +282,7 @@ class Results:
         found = [
             (_BACKENDS.index(row["backend"]) if row.get("backend") in _BACKENDS else len(_BACKENDS), source.path, row)
             for row, source in self.speed_rows.get(group, [])
-            if self.model_key(row, source.path) == model
-            and _side(row, source.path) == str(side)
-            and row.get("attention") == attention
+            if self.model_key(row, source.path) == model and _side(row, source.path) == str(side) and row.get("attention") == attention
         ]
         _, path, row = min(found, key=lambda item: item[:2]) if found else (None, None, None)
         if row is None or row.get(field) is None:
@@ -288,7 +290,11 @@ class Results:
             raise Missing(f"{model} at {side}×{side} on {group}: {why}", "repro efficiency")
         gates = next(source.metrics for source in self.sources if source.path == path).get("gates", [])
         for gate in gates:  # a model whose operator is slower than it could be is set beside nothing
-            if model.startswith(f"{gate['family']}_") and (gate["batch"], gate["dtype"]) == (group.batch, group.dtype) and not gate["holds"]:
+            if (
+                model.startswith(f"{gate['family']}_")
+                and (gate["batch"], gate["dtype"]) == (group.batch, group.dtype)
+                and not gate["holds"]
+            ):
                 share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
                 raise Missing(f"{gate['operator']} reaches {share}, {gate['at_least_percent']} % are asked for", "repro efficiency")
         self.used.add(path)
@@ -311,7 +317,9 @@ class _Part(dict):
         self.where = where
 
     def __missing__(self, key: str) -> Any:
-        raise UserError(f"{self.where}.{key}: missing, as in a record of another version; run its stage again, or move the file out of results/")
+        raise UserError(
+            f"{self.where}.{key}: missing, as in a record of another version; run its stage again, or move the file out of results/"
+        )
 
 
 def _named(value: Any, where: str) -> Any:

@@ -19,9 +19,15 @@ HEADLINES = (
     "text.5_3.faster_than_vim",
 )
 SCORES = {
-    "top1": "top1", "top5": "top5", "ap_box": "box AP", "ap50_box": "AP50", "ap_mask": "mask AP", "ap50_mask": "AP50", "miou": "mIoU",
+    "top1": "top1",
+    "top5": "top5",
+    "ap_box": "box AP",
+    "ap50_box": "AP50",
+    "ap_mask": "mask AP",
+    "ap50_mask": "AP50",
+    "miou": "mIoU",
     "aacc": "pixels",
-}  # fmt: skip
+}
 
 
 def tables_md(ledger: Ledger, verdicts: Mapping[str, Verdict], results: Results, profile: str | None) -> str:
@@ -110,9 +116,7 @@ def _headlines(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> str:
 
 def _table(table: Table, verdicts: Mapping[str, Verdict]) -> str:
     header = ["", *(f"{column.label} ({column.unit})" for column in table.columns.values())]
-    rows = [
-        [label, *(_cell(verdicts[f"{table.id}.{row}.{column}"]) for column in table.columns)] for row, label in table.rows.items()
-    ]
+    rows = [[label, *(_cell(verdicts[f"{table.id}.{row}.{column}"]) for column in table.columns)] for row, label in table.rows.items()]
     counts = status_counts({name: verdict for name, verdict in verdicts.items() if name.startswith(f"{table.id}.")})
     counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     note = f" {table.note}" if table.note else ""
@@ -220,11 +224,15 @@ def _speed_row(row: Mapping[str, Any]) -> list[str]:
     height, width = row["resolution"] if isinstance(row["resolution"], list) else (row["resolution"],) * 2
     low, high = row["latency_ms_ci95"] or (None, None)
     return [
-        row["model"], row["attention"] or "–", f"{height}×{width}",
-        significant(row["throughput_img_per_s"]) if row["status"] == "ok" else row["status"], significant(row["latency_ms"]),
-        "–" if low is None else f"{significant(low)} – {significant(high)}", significant(row["peak_memory_mib"]),
+        row["model"],
+        row["attention"] or "–",
+        f"{height}×{width}",
+        significant(row["throughput_img_per_s"]) if row["status"] == "ok" else row["status"],
+        significant(row["latency_ms"]),
+        "–" if low is None else f"{significant(low)} – {significant(high)}",
+        significant(row["peak_memory_mib"]),
         significant(row["macs_g"]),
-    ]  # fmt: skip
+    ]
 
 
 def _ratios(results: Results, group: SpeedGroup) -> str:
@@ -259,16 +267,23 @@ def _mini(results: Results) -> str:
         m = source.metrics
         held_out = m.get("val_images", m.get("images"))
         run = source.path.removeprefix("results/").removesuffix("/metrics.json")
-        rows.append([
-            f"`{run}`", results.model_key(m, source.path), m["data"],
-            m.get("epochs", "–"), "–" if held_out is None else f"{held_out:.0f}", _scores(m), source.device,
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"`{run}`",
+                results.model_key(m, source.path),
+                m["data"],
+                m.get("epochs", "–"),
+                "–" if held_out is None else f"{held_out:.0f}",
+                _scores(m),
+                source.device,
+            ]
+        )
         # runs on the same data have it in common
         if "without_learning" in m and not any(row[2] == m["data"] and row[5] == _scores(m["without_learning"]) for row in rows):
-            rows.append([f"`{run}`", "no learning: threshold, nearest example", m["data"], "–", rows[-1][4], _scores(m["without_learning"]), "–"])
-    text = (
-        "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
-    )
+            rows.append(
+                [f"`{run}`", "no learning: threshold, nearest example", m["data"], "–", rows[-1][4], _scores(m["without_learning"]), "–"]
+            )
+    text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     return f"{title}\n\n{text}\n\n" + grid(["run", "model", "data", "epochs", "held-out images", "scores", "device"], rows)
 
 
@@ -289,9 +304,7 @@ def _claim_grid(claims: Iterable[Claim], verdicts: Mapping[str, Verdict], *, rea
         notes = {f"elsewhere: {', '.join(elsewhere)}": None} if elsewhere else {}
         if reasons:
             notes |= dict.fromkeys(v.reason for v in own if v.status == "not measured")
-            notes |= dict.fromkeys(
-                "[⚠ why](#where-the-paper-contradicts-itself)" for v in own if v.status == "paper inconsistent"
-            )
+            notes |= dict.fromkeys("[⚠ why](#where-the-paper-contradicts-itself)" for v in own if v.status == "paper inconsistent")
         rows.append([claim.place, claim.says, _joined(ours(v) for v in own), _joined(marks(v) for v in own), "; ".join(notes)])
     return grid(["where", "the paper says", "ours", "status", "note"], rows)
 
@@ -347,10 +360,18 @@ def _provenance(results: Results) -> str:
         identity = source.identity
         versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
         commit = str(identity.get("parent_commit") or "–")[:12]
-        rows.append([
-            f"`{source.path}`", source.device, identity.get("dtype", "–"), identity.get("backend", "–"), commit,
-            identity.get("code", "–"), identity.get("params", "–"), versions,
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"`{source.path}`",
+                source.device,
+                identity.get("dtype", "–"),
+                identity.get("backend", "–"),
+                commit,
+                identity.get("code", "–"),
+                identity.get("params", "–"),
+                versions,
+            ]
+        )
     if not rows:
         return "## Provenance\n\nNo record was found under `results/`: `dvc repro` makes them."
     head = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]

@@ -31,9 +31,18 @@ class Classification:
     """
 
     def __init__(
-        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, batch_size: int,
-        transform: TransformSettings, mix: MixParams, num_classes: int, device: torch.device, ranks: Ranks = Ranks(),
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        train: TrainLoader,
+        val: EvalLoader,
+        *,
+        batch_size: int,
+        transform: TransformSettings,
+        mix: MixParams,
+        num_classes: int,
+        device: torch.device,
+        ranks: Ranks = Ranks(),
+    ):
         self.model = self.network = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)

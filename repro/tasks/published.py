@@ -21,7 +21,7 @@ from ..models.weights import load_official, read_official
 # of several sets trained on ImageNet-1K alone, the one of the architecture's own authors is the table's model
 _AUTHORS = ("fb_in1k", "ms_in1k", "pycls_in1k")
 # parts of timm's tags that tell of more than labelled ImageNet-1K: fine-tuned, linear probe, weak or noisy labels, a teacher
-_MORE = frozenset("ft lc swag ssl swsl wsl ns dist distilled".split())
+_MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "distilled"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,7 @@ def find_published(name: str) -> Published:
     chosen = tag or (pure[0] if pure else default)
     config = timm.get_pretrained_cfg(f"{model}.{chosen}" if chosen else model)
     comparable = bool(pure) and chosen == pure[0]
-    return Published(
-        model=model, tag=chosen, license=config.license, comparable=comparable, preprocessing=dataclasses.asdict(config)
-    )
+    return Published(model=model, tag=chosen, license=config.license, comparable=comparable, preprocessing=dataclasses.asdict(config))
 
 
 def _check_known(model: str, name: str) -> None:

@@ -21,24 +21,45 @@ NO_DEPARTURE = "the recipe is the paper's (where it is silent: Swin's defaults)"
 
 RECIPE: dict[str, dict[str, Any]] = {
     PAPER: {  # Appendix D
-        "epochs": 300, "batch_size": BATCH, "optim.lr": 1e-3, "optim.lr_batch_size": BATCH, "optim.weight_decay": 0.05,
-        "optim.warmup_epochs": 20, "transform.image_size": 224,
+        "epochs": 300,
+        "batch_size": BATCH,
+        "optim.lr": 1e-3,
+        "optim.lr_batch_size": BATCH,
+        "optim.weight_decay": 0.05,
+        "optim.warmup_epochs": 20,
+        "transform.image_size": 224,
     },
     # Tables 3 and 4, Fig. 7; left out, they are the models' defaults
     VARIED: {"options.design": "conv2d", "options.pool": "mean", "options.chunk_size": 16, "options.w0": "per_direction"},
     DEIT: {  # the same numbers stand in Swin's config.py
-        "transform.scale": (0.08, 1.0), "transform.ratio": (3 / 4, 4 / 3), "transform.hflip": 0.5, "transform.re_prob": 0.25,
+        "transform.scale": (0.08, 1.0),
+        "transform.ratio": (3 / 4, 4 / 3),
+        "transform.hflip": 0.5,
+        "transform.re_prob": 0.25,
         "transform.auto_augment": "rand-m9-mstd0.5-inc1",
-        "mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.prob": 1.0, "mix.switch_prob": 0.5,
+        "mix.mixup": 0.8,
+        "mix.cutmix": 1.0,
+        "mix.prob": 1.0,
+        "mix.switch_prob": 0.5,
     },
     SWIN: {  # config.py; its rates are stated at batch 512, half of these; Swin-T, S and B themselves have drop path 0.2, 0.3, 0.5
-        "optim.warmup_lr": 1e-6, "optim.min_lr": 1e-5, "optim.betas": (0.9, 0.999), "optim.eps": 1e-8, "optim.clip_grad_norm": 5.0,
+        "optim.warmup_lr": 1e-6,
+        "optim.min_lr": 1e-5,
+        "optim.betas": (0.9, 0.999),
+        "optim.eps": 1e-8,
+        "optim.clip_grad_norm": 5.0,
         "optim.layer_decay": None,
-        "drop_path": 0.1, "ema_decay": None, "seed": 0, "mix.label_smoothing": 0.1, "transform.interpolation": "bicubic",
-        "transform.crop_pct": 0.875, "transform.mean": (0.485, 0.456, 0.406), "transform.std": (0.229, 0.224, 0.225),
+        "drop_path": 0.1,
+        "ema_decay": None,
+        "seed": 0,
+        "mix.label_smoothing": 0.1,
+        "transform.interpolation": "bicubic",
+        "transform.crop_pct": 0.875,
+        "transform.mean": (0.485, 0.456, 0.406),
+        "transform.std": (0.229, 0.224, 0.225),
     },
     BESIDE: {"transform.color_jitter": None},
-}  # fmt: skip
+}
 DROP_PATH_BASE = 0.4  # ViT3-B's; this project's choice, as profiles/paper.yaml says
 
 

@@ -130,7 +130,10 @@ def test_a_status_explains_itself(open_page, by):
 def test_pictures_open_large_by_click_and_key_and_close(open_page):
     page = open_page()
     button, dialog = page.locator(".zoom").first, page.locator("#large")
-    for start, close in ((button.click, lambda: page.keyboard.press("Escape")), (lambda: button.press("Enter"), dialog.locator("button").click)):
+    for start, close in (
+        (button.click, lambda: page.keyboard.press("Escape")),
+        (lambda: button.press("Enter"), dialog.locator("button").click),
+    ):
         assert dialog.is_hidden()
         start()
         assert dialog.is_visible() and dialog.locator("img").evaluate("image => image.naturalWidth") > 0

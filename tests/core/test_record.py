@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 from repro.core.errors import UserError
-from repro.core.record import (
-    atomic,
-    hash_files,
-    import_closure,
-    make_identity,
-    read_json,
-    write_json,
-    write_record,
-    write_text,
-)
+from repro.core.record import atomic, hash_files, import_closure, make_identity, read_json, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
 
 

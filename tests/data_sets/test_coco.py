@@ -50,9 +50,15 @@ def runs(mask):
 
 def annotation(number, image_id, category_id, bbox, segmentation, **more):
     return {
-        "id": number, "image_id": image_id, "category_id": category_id, "bbox": bbox, "segmentation": segmentation,
-        "area": max(bbox[2] * bbox[3], 0), "iscrowd": 0, **more,
-    }  # fmt: skip
+        "id": number,
+        "image_id": image_id,
+        "category_id": category_id,
+        "bbox": bbox,
+        "segmentation": segmentation,
+        "area": max(bbox[2] * bbox[3], 0),
+        "iscrowd": 0,
+        **more,
+    }
 
 
 def image(number, width=WIDTH, height=HEIGHT, name=None):
@@ -197,9 +203,10 @@ def test_crops_by_hand(root):
     """To a short side of 40, which this image has; then 16 to 24 pixels each way; then enlarged, so that pixels can be told."""
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
-    boxes, masks = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]), [
-        block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40),
-    ]  # fmt: skip
+    boxes, masks = (
+        np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]),
+        [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)],
+    )
     seen, crops, sides = set(), 0, set()
     for epoch in range(120):
         pixels, target = dataset[(epoch, 0)]
@@ -257,8 +264,9 @@ def test_loaders_batch_lists(root, workers):
         ((images, targets),) = train.batches(0)
         assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}  # 50 x 36 with a short side of 40
         assert sorted(target["image_id"] for target in targets) == [12, 30] and sorted(train.files(0, 0)) == [
-            "000000000012.png", "000000000030.png",
-        ]  # fmt: skip
+            "000000000012.png",
+            "000000000030.png",
+        ]
         assert [target["image_id"] for _, targets in val for target in targets] == [5, 12, 30, 31, 40]
     finally:
         train.close(), val.close()
@@ -277,9 +285,12 @@ def test_the_truth_as_a_prediction_scores_1(root):
             x, y, right, bottom = box.tolist()
             results.append(
                 {
-                    "image_id": target["image_id"], "category_id": dataset.instances.category_ids[label - 1],
-                    "bbox": [x, y, right - x, bottom - y], "segmentation": compressed(small), "score": 1.0,
-                }  # fmt: skip
+                    "image_id": target["image_id"],
+                    "category_id": dataset.instances.category_ids[label - 1],
+                    "bbox": [x, y, right - x, bottom - y],
+                    "segmentation": compressed(small),
+                    "score": 1.0,
+                }
             )
     truth = content()
     real = {1, 2, 3, 4, 5, 10, 11}  # without those that nobody can find
@@ -411,9 +422,7 @@ def test_what_shows_when_read_is_one_line_in_the_main_process(root, spoil, messa
         loader.close()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"min_size": ()}, {"min_size": (900,), "max_size": 800}, {"crop_size": (300,)}, {"crop_size": (5, 4)}]
-)
+@pytest.mark.parametrize("changes", [{"min_size": ()}, {"min_size": (900,), "max_size": 800}, {"crop_size": (300,)}, {"crop_size": (5, 4)}])
 def test_impossible_settings(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         DetectionTransformSettings(**changes)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from scipy.ndimage import binary_dilation, binary_erosion, center_of_mass, label
 from sklearn.linear_model import RidgeClassifier
 from torch import nn
@@ -117,9 +116,16 @@ def local_percent(train: np.ndarray, val: np.ndarray) -> float:
     """Validation accuracy of a convolutional net that sees windows of 17 pixels, wherever they lie."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2),
-    )  # fmt: skip
+        nn.Conv2d(1, 8, 5, 2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 2),
+    )
     images, unseen = (torch.from_numpy(split).flatten(0, 1)[:, None].float() / 255 for split in (train, val))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for batch in torch.cat([torch.randperm(len(images)) for _ in range(6)]).split(50):
@@ -167,14 +173,25 @@ def test_training_sees_both_of_a_pair_in_one_batch(tmp_path):
     cell = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
     run(build(PrepareData, cell, "x"), paths, runtime, "connect")
     recipe = {
-        "model": "vittt_nano_patch16_144", "options": {"depth": 1}, "data": "connect", "seed": 0, "epochs": 1, "batch_size": 4, "drop_path": 0.0,
-        "precision": "fp32", "mix": {"mixup": 0, "cutmix": 0}, "optim": {"lr": 1e-3, "lr_batch_size": 4, "warmup_epochs": 0}, "transform": {"image_size": 96, "scale": [1, 1]},
-    }  # fmt: skip
+        "model": "vittt_nano_patch16_144",
+        "options": {"depth": 1},
+        "data": "connect",
+        "seed": 0,
+        "epochs": 1,
+        "batch_size": 4,
+        "drop_path": 0.0,
+        "precision": "fp32",
+        "mix": {"mixup": 0, "cutmix": 0},
+        "optim": {"lr": 1e-3, "lr_batch_size": 4, "warmup_epochs": 0},
+        "transform": {"image_size": 96, "scale": [1, 1]},
+    }
     made = pretrain._made(build(pretrain.PretrainParams, recipe, "x"), paths, runtime, "pretrain", "x", Ranks())[0]
     seen = []
     for number in range(3):
         files = [Path(name) for name in made.task.describe(0, number)]
-        assert all(a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"} for a, b in zip(files[::2], files[1::2], strict=True))
+        assert all(
+            a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"} for a, b in zip(files[::2], files[1::2], strict=True)
+        )
         seen += files
     assert len(set(seen)) == 12
 
@@ -197,6 +214,8 @@ def test_bad_settings(changes, message):
 
 @pytest.mark.parametrize("changes", [{"dashes": (7, 7)}, {"distractors": 9}])
 def test_curves_that_do_not_fit(changes, tmp_path):
-    with pytest.raises(UserError, match=r"do not fit into 96 pixels, tried 40 times; take fewer distractors, fewer or shorter dashes, or a larger"):
+    with pytest.raises(
+        UserError, match=r"do not fit into 96 pixels, tried 40 times; take fewer distractors, fewer or shorter dashes, or a larger"
+    ):
         write_connect(tmp_path / "connect", ConnectSettings(**SMALL | changes))
     assert not os.listdir(tmp_path)

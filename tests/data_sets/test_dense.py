@@ -44,8 +44,11 @@ def test_scenes_end_to_end_and_again(tmp_path):
     assert (metrics["classes"], metrics["train_images"], metrics["val_images"], metrics["departures"]) == (13, 6, 3, 0)
     manifest = read_manifest(folder / "manifest.json")
     assert manifest.generated == SMALL and list(manifest.splits["train"].folders) == [
-        "ade20k/annotations/training", "ade20k/images/training", "coco/annotations/instances_train2017.json", "coco/train2017",
-    ]  # fmt: skip
+        "ade20k/annotations/training",
+        "ade20k/images/training",
+        "coco/annotations/instances_train2017.json",
+        "coco/train2017",
+    ]
     root = runtime.data_root(paths, "scenes")
     shutil.rmtree(root)
     assert open_dense(root, manifest, "coco") == root / "coco" and len(read_instances(root / "coco", "train").names) == 6
@@ -167,9 +170,11 @@ def test_the_check_of_the_originals_accepts_the_formats(scenes):
     lines = []
     instances = {f"{split}2017": len(read_instances(scenes / "coco", split).labels) for split in ("train", "val")}
     counts = CocoCounts(
-        images={"train2017": 6, "val2017": 3}, instances=instances, empty_boxes={"train2017": 0, "val2017": 0},
+        images={"train2017": 6, "val2017": 3},
+        instances=instances,
+        empty_boxes={"train2017": 0, "val2017": 0},
         category_ids=frozenset(CATEGORY_IDS),
-    )  # fmt: skip
+    )
     check_coco(scenes / "coco", Report(lines.append), Depth(full=True), expected=counts)
     check_ade20k(scenes / "ade20k", Report(lines.append), Depth(full=True), expected={"training": 6, "validation": 3})
     assert lines and all(line.startswith("ok ") for line in lines), lines

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import random
@@ -252,8 +253,11 @@ def test_workers_outlive_signals_to_the_group_but_not_the_program(root, what, co
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), what],
-        capture_output=True, text=True, timeout=100, start_new_session=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        start_new_session=True,
+    )
     assert (done.returncode, done.stdout.strip()) == (code, output), done.stderr
     assert time.monotonic() - started < 100
 
@@ -362,7 +366,7 @@ def test_pairs_of_one_group_cover_everything_once(world_size):
     ranks = [TrainOrder(12, 4 // world_size, 5, rank, world_size, groups) for rank in range(world_size)]
     epochs = []
     for epoch in range(6):
-        batches = [sum(parts, []) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)]
+        batches = [list(itertools.chain(*parts)) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)]
         flat = [index for batch in batches for _, index in batch]
         assert sorted(flat) == list(range(12)) and all(number == epoch for batch in batches for number, _ in batch)
         # 6 and 5 and 1 make five pairs, and the two that are left alone a sixth at the end

@@ -31,7 +31,10 @@ class Task:
             if self.losses and self.gradients is None:  # the first step is done; its gradients still stand, averaged over the ranks
                 self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
             drawn = [torch.Generator().manual_seed(index) for _, index in keys]
-            yield torch.stack([torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]), torch.tensor([i % 10 for _, i in keys])
+            yield (
+                torch.stack([torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]),
+                torch.tensor([i % 10 for _, i in keys]),
+            )
 
     def split(self, batch, parts):
         return list(zip(*(x.chunk(parts) for x in batch), strict=True))
@@ -51,10 +54,17 @@ if __name__ == "__main__":
         task = Task(ranks)
         optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
         fit(
-            task, optim, LoopParams(epochs=1), device=torch.device("cpu"), ranks=ranks,
-            checkpointer=Checkpointer(folder / "state", lambda line: None), snapshot=lambda epoch, model: None,
-            watch=lambda step: Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, world_size=ranks.world_size, rank=ranks.rank),
+            task,
+            optim,
+            LoopParams(epochs=1),
+            device=torch.device("cpu"),
+            ranks=ranks,
+            checkpointer=Checkpointer(folder / "state", lambda line: None),
+            snapshot=lambda epoch, model: None,
+            watch=lambda step: Watch(
+                folder, device="cpu", jsonl=True, tensorboard=False, every=2, world_size=ranks.world_size, rank=ranks.rank
+            ),
             log=lambda line: None,
-        )  # fmt: skip
+        )
         if ranks.first:
             torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

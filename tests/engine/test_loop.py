@@ -322,7 +322,9 @@ def test_curve_means_snapshots_and_evaluations(tmp_path):
     snapshots, noises = [], []
     task = Regression()
     inner = task.loss
-    task.loss = lambda batch: noises.append(float(inner(batch)["noise"])) or {"loss": task.model(batch[0]).mean(), "noise": torch.tensor(noises[-1])}
+    task.loss = lambda batch: (
+        noises.append(float(inner(batch)["noise"])) or {"loss": task.model(batch[0]).mean(), "noise": torch.tensor(noises[-1])}
+    )
     _, curve = train(tmp_path, task, snapshots=snapshots)
     assert snapshots == [0, 1, 2, 3]
     assert [row["epoch"] for row in curve] == [1, 2, 3] and [row["step"] for row in curve] == [5, 10, 15]
@@ -368,8 +370,7 @@ def test_schedules_of_the_dense_tasks(more, base):
 
 
 @pytest.mark.parametrize(
-    ("more", "what"),
-    [({"schedule": "step"}, "milestones"), ({"milestones": (8,)}, "milestones"), ({"warmup_steps": 5}, "warmup_steps")],
+    ("more", "what"), [({"schedule": "step"}, "milestones"), ({"milestones": (8,)}, "milestones"), ({"warmup_steps": 5}, "warmup_steps")]
 )
 def test_schedules_that_mean_nothing_are_refused(more, what):
     with pytest.raises(ValueError, match=what):

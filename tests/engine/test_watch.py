@@ -58,9 +58,14 @@ def test_a_window_by_hand(tmp_path, kind, jsonl):
             clock.now += 3
         clock.now += 3
         assert watch.step(2, 0, {"loss": kind(1.0), "grad_norm": kind(1.0)}, 0.125, images=16) == {
-            "loss": 1.5, "grad_norm": 0.75, "lr": 0.125, "img_per_s": 8.0, "data_wait_percent": 50.0, "skip_rate_percent": 0.0,
+            "loss": 1.5,
+            "grad_norm": 0.75,
+            "lr": 0.125,
+            "img_per_s": 8.0,
+            "data_wait_percent": 50.0,
+            "skip_rate_percent": 0.0,
             "mfu_percent": 10.0,
-        }  # fmt: skip
+        }
         # window 2 knows nothing of window 1; the skipped step counts for the speed and the rate, not for the means
         clock.now += 1
         watch.step(3, 1, {"loss": kind(math.nan), "grad_norm": kind(math.inf)}, 0.5, images=16, skipped=True)
@@ -72,10 +77,18 @@ def test_a_window_by_hand(tmp_path, kind, jsonl):
         watch.step(5, 1, {"loss": kind(0.0), "grad_norm": kind(0.0)}, 0.5, images=16)
         summary = watch.summary()
     # 5 steps of 32 images in 8 + 4 + 4 s, 4 s of them waiting; the unfinished window counts, and once
-    assert watch.summary() == summary == {
-        "throughput_img_per_s": 10.0, "data_wait_percent": 25.0, "skip_rate_percent": 20.0, "skipped_steps": 1,
-        "peak_memory_mib": None, "peak_memory_mib_reason": "PyTorch keeps no peak of memory on cpu",
-    }  # fmt: skip
+    assert (
+        watch.summary()
+        == summary
+        == {
+            "throughput_img_per_s": 10.0,
+            "data_wait_percent": 25.0,
+            "skip_rate_percent": 20.0,
+            "skipped_steps": 1,
+            "peak_memory_mib": None,
+            "peak_memory_mib_reason": "PyTorch keeps no peak of memory on cpu",
+        }
+    )
     assert (tmp_path / "train.jsonl").exists() == jsonl
 
 

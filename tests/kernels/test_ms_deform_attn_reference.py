@@ -1,6 +1,5 @@
 """The reference of multi-scale deformable attention, and the torch backend beside it, against numbers and rules from elsewhere."""
 
-
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ def fixture():
     s, m, k = torch.meshgrid(torch.arange(30.0), torch.arange(2.0), torch.arange(2.0), indexing="ij")
     value = torch.sin(0.37 * (4 * s + 2 * m + k).double() + 0.2)[None]
     axes = [torch.arange(n, dtype=torch.float64) for n in (3, 2, 2, 2)]
-    q, m, l, p = torch.meshgrid(*axes, indexing="ij")  # noqa: E741
+    q, m, l, p = torch.meshgrid(*axes, indexing="ij")
     sign = torch.where(q % 2 == 1, 1.0, -1.0)
     x = 0.08 + 0.23 * q + 0.17 * m + 0.11 * l - 0.29 * p * sign
     y = 0.9 - 0.31 * q + 0.07 * m - 0.13 * l + 0.19 * p

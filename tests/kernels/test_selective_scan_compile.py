@@ -48,8 +48,7 @@ def test_sums_take_few_shuffles_in_the_backward_pass():
 
 
 @pytest.mark.parametrize(
-    ("N", "dtype", "backend"),
-    [(16, "bfloat16", "triton"), (8, "float16", "triton"), (12, "float16", "torch"), (16, "float64", "torch")],
+    ("N", "dtype", "backend"), [(16, "bfloat16", "triton"), (8, "float16", "triton"), (12, "float16", "torch"), (16, "float64", "torch")]
 )
 def test_auto_takes_triton_on_a_gpu_where_it_can(N, dtype, backend):
     """Asked of a GPU that need not exist."""

@@ -131,8 +131,11 @@ def test_the_record_has_what_was_promised_of_ttt_linear():
 @pytest.mark.parametrize(
     ("chunk_size", "width", "dtype", "backend"),
     [
-        (16, 64, "bfloat16", "triton"), (64, 128, "float16", "triton"), (12, 64, "float16", "torch"),
-        (16, 48, "float32", "torch"), (16, 64, "float64", "torch"),
+        (16, 64, "bfloat16", "triton"),
+        (64, 128, "float16", "triton"),
+        (12, 64, "float16", "torch"),
+        (16, 48, "float32", "torch"),
+        (16, 64, "float64", "torch"),
     ],
 )
 def test_auto_takes_triton_on_a_gpu_where_it_can(chunk_size, width, dtype, backend):

@@ -91,8 +91,7 @@ def test_a_crash_is_one_line_that_names_the_row(startup):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"steps": 9}, {"batch": 0}, {"warmup": 0}, {"budget_s": 0.0}, {"dtype": "fp8"}, {"device": "tpu"}, {"attention": "flash"}],
+    "change", [{"steps": 9}, {"batch": 0}, {"warmup": 0}, {"budget_s": 0.0}, {"dtype": "fp8"}, {"device": "tpu"}, {"attention": "flash"}]
 )
 def test_bad_specs_are_refused(change):
     with pytest.raises(ValueError):

@@ -6,7 +6,18 @@ import math
 import pytest
 
 from repro.measure.speed import RowSpec
-from repro.measure.sweep import FAMILIES, GRID, Plan, crossover, exponent, importance, overlap_percent, parse_names, parse_resolutions, specs_of
+from repro.measure.sweep import (
+    FAMILIES,
+    GRID,
+    Plan,
+    crossover,
+    exponent,
+    importance,
+    overlap_percent,
+    parse_names,
+    parse_resolutions,
+    specs_of,
+)
 
 
 @pytest.mark.parametrize(

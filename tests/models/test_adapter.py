@@ -63,8 +63,10 @@ def test_parameters_as_published(size, width, own):
         assert adapter.embed_dim == width and count(adapter) - count(adapter.backbone) == own
         totals[family] = count(adapter)
     vittt, vrwkv, vit = {
-        "tiny": (9_227_924, 8.40, 7_966_640), "small": (31_809_368, 29.26, 27_503_888), "base": (115_239_152, 106.56, 99_495_392),
-    }[size]  # fmt: skip
+        "tiny": (9_227_924, 8.40, 7_966_640),
+        "small": (31_809_368, 29.26, 27_503_888),
+        "base": (115_239_152, 106.56, 99_495_392),
+    }[size]
     assert (totals["vittt"], round(totals["vrwkv"] / 1e6, 2), totals["deit"]) == (vittt, vrwkv, vit)
 
 
@@ -119,7 +121,7 @@ def test_order_of_the_interactions():
             module.register_forward_hook(lambda module, args, out, label=f"{name[0]}{i}": order.append(label))
     with torch.no_grad():
         adapter(torch.randn(1, 3, 32, 32))
-    assert order == "i0 t0 e0 i1 t1 e1 i2 t2 e2 i3 t3 e3 e4 e5".split()
+    assert order == ["i0", "t0", "e0", "i1", "t1", "e1", "i2", "t2", "e2", "i3", "t3", "e3", "e4", "e5"]
 
 
 @pytest.mark.parametrize("height, width", [(64, 96), (33, 100), (1, 32)])

@@ -54,12 +54,16 @@ CONTAINERS = {
     "bare": lambda weights: weights,
     "model": lambda weights: {"model": weights},
     "training": lambda weights: {
-        "model": weights, "optimizer": {"state": {}, "param_groups": [{"lr": 1e-3}]}, "epoch": 299, "max_accuracy": 76.5,
-        "args": argparse.Namespace(lr=1e-3, output_dir=""), "config": CfgNode({"MODEL": CfgNode({"NAME": "vit3"})}),
+        "model": weights,
+        "optimizer": {"state": {}, "param_groups": [{"lr": 1e-3}]},
+        "epoch": 299,
+        "max_accuracy": 76.5,
+        "args": argparse.Namespace(lr=1e-3, output_dir=""),
+        "config": CfgNode({"MODEL": CfgNode({"NAME": "vit3"})}),
     },
     "parallel": lambda weights: {"state_dict": {f"module.{name}": value for name, value in weights.items()}},
     "mmcls": mmcls,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

@@ -128,7 +128,7 @@ def test_official_names():
     """Those of the release's Vim-T, written out."""
     with torch.device("meta"):
         model = timm.create_model("vim_tiny_patch16_224")
-    mixer = "A_log A_b_log D D_b in_proj.weight out_proj.weight".split()
+    mixer = ["A_log", "A_b_log", "D", "D_b", "in_proj.weight", "out_proj.weight"]
     mixer += [f"{part}{direction}.{kind}" for part in ("conv1d", "dt_proj") for direction in ("", "_b") for kind in ("weight", "bias")]
     mixer += ["x_proj.weight", "x_proj_b.weight"]
     names = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias", "norm_f.weight", "head.weight", "head.bias"]

@@ -156,8 +156,7 @@ def parameters_by_hand(C: int, heads: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "C", "heads", "count"),
-    [("tiny", 192, 6, 6_149_416), ("small", 384, 6, 23_799_400), ("base", 768, 12, 90_055_912)],
+    ("size", "C", "heads", "count"), [("tiny", 192, 6, 6_149_416), ("small", 384, 6, 23_799_400), ("base", 768, 12, 90_055_912)]
 )
 def test_parameters_of_the_sizes(size, C, heads, count):
     with torch.device("meta"):

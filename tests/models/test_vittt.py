@@ -144,7 +144,9 @@ def test_block_is_equation_9_with_the_convolution_on_the_stream():
     torch.testing.assert_close(block(x, (3, 4)), expected)
 
 
-@pytest.mark.parametrize(("pool", "num_patches", "positions"), [("mean", 6, ()), ("head", 6, (0,)), ("mid", 7, (3,)), ("double", 6, (0, 7))])
+@pytest.mark.parametrize(
+    ("pool", "num_patches", "positions"), [("mean", 6, ()), ("head", 6, (0,)), ("mid", 7, (3,)), ("double", 6, (0, 7))]
+)
 def test_class_tokens_sit_where_table_4_says(pool, num_patches, positions):
     assert class_positions(pool, num_patches) == positions
     tokens, extra = torch.randn(2, num_patches, 3), torch.full((2, len(positions), 3), 9.0)
@@ -185,7 +187,14 @@ def test_initialisation():
     torch.manual_seed(0)
     model = timm.create_model("vittt_tiny_patch16_224", depth=2)
     mixer = model.blocks[0].mixer
-    for weight in (mixer.in_proj.weight, mixer.out_proj.weight, model.blocks[0].mlp.fc1_g.weight, model.pos_embed, mixer.W0, mixer.lr_proj.weight):
+    for weight in (
+        mixer.in_proj.weight,
+        mixer.out_proj.weight,
+        model.blocks[0].mlp.fc1_g.weight,
+        model.pos_embed,
+        mixer.W0,
+        mixer.lr_proj.weight,
+    ):
         assert math.isclose(weight.detach().std().item(), 0.02, rel_tol=0.1) and abs(weight.detach().mean().item()) < 4e-3
     for zero in (mixer.b0, mixer.ln_bias, mixer.token_scale, mixer.lr_proj.bias, model.head.bias, model.blocks[0].mlp.fc2.bias):
         assert not zero.any()
@@ -197,7 +206,14 @@ def test_initialisation():
 def test_weight_decay_exemptions():
     model = nano(pool="head")
     exempt = model.no_weight_decay()
-    assert {"pos_embed", "cls_token", "cls_pos_embed", "blocks.3.mixer.b0", "blocks.0.mixer.token_scale", "blocks.0.mixer.ln_weight"} <= exempt
+    assert {
+        "pos_embed",
+        "cls_token",
+        "cls_pos_embed",
+        "blocks.3.mixer.b0",
+        "blocks.0.mixer.token_scale",
+        "blocks.0.mixer.ln_weight",
+    } <= exempt
     assert not any(name.endswith(("W0", "proj.weight")) for name in exempt)
 
 

@@ -33,7 +33,9 @@ def test_round_trip(saved):
 
 def test_bytes_depend_on_the_content_alone(saved, tmp_path):
     path, model = saved
-    save_weights(tmp_path / "again", model, name=NAME, options=dict(reversed(OPTIONS.items())), preprocessing=PREPROCESSING, classes=["a", "b", "c"])
+    save_weights(
+        tmp_path / "again", model, name=NAME, options=dict(reversed(OPTIONS.items())), preprocessing=PREPROCESSING, classes=["a", "b", "c"]
+    )
     assert path.read_bytes() == (tmp_path / "again").read_bytes()
 
 

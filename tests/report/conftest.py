@@ -33,34 +33,70 @@ class Checkout:
     def record(self, path: str, metrics: dict, device: str = CPU, dtype: str = "fp32") -> None:
         """Write results/<path>/{metrics.json, run.json}."""
         identity = {
-            "code": "c0de", "params": "9a4a", "parent_commit": "0123456789abcdef", "device": device, "dtype": dtype,
-            "backend": "torch", "data_manifest": None, "versions": {"python": "3.12.1", "torch": "2.14.1"},
-        }  # fmt: skip
+            "code": "c0de",
+            "params": "9a4a",
+            "parent_commit": "0123456789abcdef",
+            "device": device,
+            "dtype": dtype,
+            "backend": "torch",
+            "data_manifest": None,
+            "versions": {"python": "3.12.1", "torch": "2.14.1"},
+        }
         write_record(self.paths.results / path, metrics, identity, seconds=1.0)
 
     def count(self, **rows: tuple) -> None:
         """complexity rows: `name=(model, options, side, params, macs_g)`."""
         written = {
-            name: {"model": model, "options": options, "resolution": [side, side], "params": params,
-                   "params_m": round(params / 1e6, 3), "macs_g": macs_g, "method": "analytic"}
+            name: {
+                "model": model,
+                "options": options,
+                "resolution": [side, side],
+                "params": params,
+                "params_m": round(params / 1e6, 3),
+                "macs_g": macs_g,
+                "method": "analytic",
+            }
             for name, (model, options, side, params, macs_g) in rows.items()
-        }  # fmt: skip
+        }
         self.record("complexity", {"rows": written, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
 
     def train(
         self, cell: str, model: str, data: str, top1: float, *, val_images: int, epochs: int = 300, options: dict | None = None
     ) -> None:
         """A pretrain cell."""
-        metrics = {"model": model, "options": options or {}, "data": data, "top1_percent": top1, "top5_percent": 99.0,
-                   "val_images": val_images, "epochs": epochs, "params": 7}  # fmt: skip
+        metrics = {
+            "model": model,
+            "options": options or {},
+            "data": data,
+            "top1_percent": top1,
+            "top5_percent": 99.0,
+            "val_images": val_images,
+            "epochs": epochs,
+            "params": 7,
+        }
         self.record(f"pretrain/{cell}", metrics)
 
     def speed(self, *rows: dict, device: str, path: str = "efficiency", **more: object) -> None:
         """Efficiency rows; each may override the defaults of a good 1280×1280 row."""
-        usual = {"options": {}, "attention": None, "attention_reason": "no softmax attention", "resolution": [1280, 1280],
-                 "batch": 64, "dtype": "fp16", "device": device, "backend": "triton", "mode": "infer", "params": 7, "macs_g": 1.0,
-                 "latency_ms": 10.0, "latency_ms_ci95": [9.0, 11.0], "throughput_img_per_s": 100.0, "peak_memory_mib": 1000.0,
-                 "status": "ok", "samples_ms": []}  # fmt: skip
+        usual = {
+            "options": {},
+            "attention": None,
+            "attention_reason": "no softmax attention",
+            "resolution": [1280, 1280],
+            "batch": 64,
+            "dtype": "fp16",
+            "device": device,
+            "backend": "triton",
+            "mode": "infer",
+            "params": 7,
+            "macs_g": 1.0,
+            "latency_ms": 10.0,
+            "latency_ms_ci95": [9.0, 11.0],
+            "throughput_img_per_s": 100.0,
+            "peak_memory_mib": 1000.0,
+            "status": "ok",
+            "samples_ms": [],
+        }
         self.record(path, {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}, device)
 
     def results(self) -> Results:

@@ -10,18 +10,47 @@ NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
 def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", recipe="r", dtype="fp32", **more):
     metrics = {
-        "model": NANO, "options": VARIANTS[name], "data": "digits", "data_cell": "digits", "classes": 10, "recipe": recipe, "image_size": 144,
-        "epochs": 4, "batch_size": 32, "val_images": 100_000, "params": 329_310, "macs_g": 0.035, "weights": "w", "top1_percent": sum(top1) / len(top1),
-        "top1_spread_percent": 0.25, "throughput_img_per_s": 321.4, "throughput_batch": 64,
-        "seeds": [{"seed": seed, "top1_percent": value, "top1_previous_percent": value - 0.1} for seed, value in enumerate(top1)], **more,
-    }  # fmt: skip
+        "model": NANO,
+        "options": VARIANTS[name],
+        "data": "digits",
+        "data_cell": "digits",
+        "classes": 10,
+        "recipe": recipe,
+        "image_size": 144,
+        "epochs": 4,
+        "batch_size": 32,
+        "val_images": 100_000,
+        "params": 329_310,
+        "macs_g": 0.035,
+        "weights": "w",
+        "top1_percent": sum(top1) / len(top1),
+        "top1_spread_percent": 0.25,
+        "throughput_img_per_s": 321.4,
+        "throughput_batch": 64,
+        "seeds": [{"seed": seed, "top1_percent": value, "top1_previous_percent": value - 0.1} for seed, value in enumerate(top1)],
+        **more,
+    }
     checkout.record(f"{folder}/{name}", metrics, dtype=dtype)
     checkout.write(f"results/{folder}/{name}/recipe.json", "{}")  # as the stage leaves it: no record
 
 
 def grid(checkout, step=2.0, **more):
     """All 17 in the paper's order of Table 3 and 4, `step` points apart; chunks and states too."""
-    ladder = ["share_qk", "ttt_layer", "gating", "conv1d", "double", "head", "mid", "chunk64", "w0_frozen", "w0_shared", "chunk_all", "chunk32", "chunk8"]
+    ladder = [
+        "share_qk",
+        "ttt_layer",
+        "gating",
+        "conv1d",
+        "double",
+        "head",
+        "mid",
+        "chunk64",
+        "w0_frozen",
+        "w0_shared",
+        "chunk_all",
+        "chunk32",
+        "chunk8",
+    ]
     for name in VARIANTS:
         rank = ladder.index(name) if name in ladder else {"dual": 13, "max": 14, "chunk4": 15, "conv2d": 16}[name]
         train(checkout, name, [50 + step * rank, 51 + step * rank, 52.01 + step * rank], **more)
@@ -54,7 +83,11 @@ def test_a_missing_cell_is_named_and_the_rest_is_shown(checkout):
     for name in ("mid", "chunk_all"):
         (checkout.paths.results / "measured/cpu/ablate/digits" / name / "metrics.json").unlink()
     text = part(checkout, "### Table 4")
-    assert "Not trained here: mid; `repro ablate --all --data digits --epochs 4` trains all" in text and "| pool head |" in text and "mid >" not in text
+    assert (
+        "Not trained here: mid; `repro ablate --all --data digits --epochs 4` trains all" in text
+        and "| pool head |" in text
+        and "mid >" not in text
+    )
     assert "Not trained here: chunk_all" in part(checkout, "### Fig. 7(a)")
 
 
@@ -69,7 +102,16 @@ def test_other_recipes_and_other_folders_are_other_groups(checkout):
 
 
 def test_on_imagenet_vittt_itself_is_pretrains_and_detectors_belong_to_their_weights(checkout):
-    more = {"model": TINY, "data": "imagenet", "data_cell": "imagenet", "val_images": 50_000, "epochs": 300, "batch_size": 1024, "classes": 1000, "image_size": 224}
+    more = {
+        "model": TINY,
+        "data": "imagenet",
+        "data_cell": "imagenet",
+        "val_images": 50_000,
+        "epochs": 300,
+        "batch_size": 1024,
+        "classes": 1000,
+        "image_size": 224,
+    }
     train(checkout, "dual", [77.4], folder="ablate", dtype="bf16", **more)
     same = {key: more[key] for key in ("model", "data", "epochs", "batch_size", "val_images")}
     checkout.record("pretrain/tiny", {**same, "options": {}, "top1_percent": 77.6, "params": 6_983_116})
@@ -101,10 +143,15 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
     assert sorted(shown) == sorted(file.name for file in files) and not any("elsewhere" in s.path for of in shown.values() for s in of)
     assert sorted(file.name for file in files) == ["fig7a_digits.png", "fig7b_digits.png"]
     before = [file.read_bytes() for file in files]
-    assert [file.read_bytes() for file in draw_figures(checkout.results(), checkout.ledger, folder)] == before and before[0].startswith(b"\x89PNG")
+    assert [file.read_bytes() for file in draw_figures(checkout.results(), checkout.ledger, folder)] == before and before[0].startswith(
+        b"\x89PNG"
+    )
     linked = [text for text in ablation_parts(checkout.results(), checkout.ledger) if "figures/fig7b_digits.png" in text]
     assert len(linked) == 1 and "4 epochs, 3 seeds" in linked[0]
 
 
 def test_nothing_trained_says_how(checkout):
-    assert "None is trained yet: `repro ablate`" in ablation_parts(checkout.results(), checkout.ledger)[0] and draw_figures(checkout.results(), checkout.ledger, checkout.paths.results) == []
+    assert (
+        "None is trained yet: `repro ablate`" in ablation_parts(checkout.results(), checkout.ledger)[0]
+        and draw_figures(checkout.results(), checkout.ledger, checkout.paths.results) == []
+    )

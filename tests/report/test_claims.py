@@ -18,9 +18,13 @@ def test_nothing_measured_has_a_reason_and_a_command(checkout):
     # without records only arithmetic can agree with the paper: token counts and steps
     matched = {name for name, v in verdicts.items() if v.status == "matched"}
     assert matched == {
-        "text.5_2.tokens_ade20k", "text.5_2.tokens_coco", "text.5_3.tokens_low", "text.5_3.tokens_high",
-        "text.5_4.steps_b4", "text.5_4.steps_b196",
-    }  # fmt: skip
+        "text.5_2.tokens_ade20k",
+        "text.5_2.tokens_coco",
+        "text.5_3.tokens_low",
+        "text.5_3.tokens_high",
+        "text.5_4.steps_b4",
+        "text.5_4.steps_b196",
+    }
     assert not [v for v in verdicts.values() if v.status == "differs"]
 
 
@@ -51,10 +55,18 @@ def test_matched_by_rounding_by_truncation_and_differs(checkout):
 def test_table_2_compares_the_papers_convention(checkout):
     """The row's own multiply-adds stand beside it, and are no claim."""
     rows = {
-        name: {"model": "vit_adapter", "options": {"backbone": VITTT}, "resolution": resolution, "params": 9_227_924, "params_m": 9.228,
-               "macs_g": 1.0, "macs_g_paper_convention": macs_g, "method": "counter"}
+        name: {
+            "model": "vit_adapter",
+            "options": {"backbone": VITTT},
+            "resolution": resolution,
+            "params": 9_227_924,
+            "params_m": 9.228,
+            "macs_g": 1.0,
+            "macs_g_paper_convention": macs_g,
+            "method": "counter",
+        }
         for name, resolution, macs_g in (("coco", [800, 1344], 74.26), ("ade20k", [512, 512], 17.7))
-    }  # fmt: skip
+    }
     checkout.record("complexity", {"rows": rows, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
     verdicts = checkout.judge()
     assert verdicts["table2_coco.vittt_t.params_m"].status == verdicts["table2_ade20k.vittt_t.params_m"].status == "matched"
@@ -79,11 +91,7 @@ def test_a_model_that_is_not_built_says_so(checkout):
         verdict = verdicts[f"table1.vmamba_s.{column}"]
         assert (verdict.status, verdict.reason) == ("not measured", "VMamba is not built in this project")
     missing = verdicts["table1.vim_s.params_m"]
-    assert (
-        missing.status == "not measured"
-        and "not built yet, or not listed" in missing.reason
-        and missing.command == "repro complexity"
-    )
+    assert missing.status == "not measured" and "not built yet, or not listed" in missing.reason and missing.command == "repro complexity"
 
 
 @pytest.mark.parametrize(
@@ -113,13 +121,25 @@ def test_only_these_relations_fail_and_rounding_is_named_where_it_could_explain(
     verdicts = checkout.judge()
     failing = {name for name, v in verdicts.items() if v.violations}
     assert failing == {
-        "table2_ade20k.vittt_t.macs_g", "table2_ade20k.vim_t.macs_g", "table2_ade20k.vit3_t.macs_g",
-        "text.abstract.flops_saved_1280_t", "text.1.flops_saved_1280_t", "text.5_3.flops_saved_1280_t",
-        "text.4_2.position_rows_t", "text.5_2.gain_b_over_vrwkv_ap_box", "eq13.vim_misprint",
-        "text.5_3.speedup_1280_s", "text.5_3.speedup_1280_b",
-        "text.5_3.memory_saved_1280_t", "text.5_3.memory_saved_1280_s", "text.5_3.memory_saved_1280_b",
-        "text.5_4.share_no_loss", "text.5_4.gating_conv1d_fps_t", "appendix.a1.anchor_t20", "appendix.alg1.loop_t196",
-    }  # fmt: skip
+        "table2_ade20k.vittt_t.macs_g",
+        "table2_ade20k.vim_t.macs_g",
+        "table2_ade20k.vit3_t.macs_g",
+        "text.abstract.flops_saved_1280_t",
+        "text.1.flops_saved_1280_t",
+        "text.5_3.flops_saved_1280_t",
+        "text.4_2.position_rows_t",
+        "text.5_2.gain_b_over_vrwkv_ap_box",
+        "eq13.vim_misprint",
+        "text.5_3.speedup_1280_s",
+        "text.5_3.speedup_1280_b",
+        "text.5_3.memory_saved_1280_t",
+        "text.5_3.memory_saved_1280_s",
+        "text.5_3.memory_saved_1280_b",
+        "text.5_4.share_no_loss",
+        "text.5_4.gating_conv1d_fps_t",
+        "appendix.a1.anchor_t20",
+        "appendix.alg1.loop_t196",
+    }
     explained = {name for name, v in verdicts.items() if v.evidence and "cut off could explain" in v.evidence}
     # 1 - 3345.5/3892.5 = 14.053 %, and 88.95 may print as 88.9 or 89.0; 48.65 - 46.75 = 1.9 is still not 2.0
     assert explained == {"text.5_4.gating_conv1d_fps_t", "text.5_3.memory_saved_1280_t"}
@@ -159,8 +179,9 @@ def test_a_mini_run_is_never_compared(checkout):
     assert all(v.ours is None for v in verdicts.values() if v.entry.kind == "accuracy")
     assert verdicts[TOP1].reason == "no run on all of ImageNet-1K; smaller runs are never compared"
     assert {s.path for s in checkout.results().mini_cells} == {
-        "results/pretrain/vittt_tiny_digits/metrics.json", "results/pretrain/subset/metrics.json",
-    }  # fmt: skip
+        "results/pretrain/vittt_tiny_digits/metrics.json",
+        "results/pretrain/subset/metrics.json",
+    }
 
 
 def test_a_run_on_the_whole_data_set_is_compared(checkout):
@@ -188,8 +209,7 @@ def test_an_evaluation_counts_only_at_the_rows_size_and_with_known_options(check
     checkout.record("measured/gpu/evaluate/at_384", metrics)
     assert checkout.judge()[TOP1].status == "not measured"
     checkout.record(
-        "measured/gpu/evaluate/unknown",
-        {name: value for name, value in metrics.items() if name != "options"} | {"image_size": 224},
+        "measured/gpu/evaluate/unknown", {name: value for name, value in metrics.items() if name != "options"} | {"image_size": 224}
     )
     assert checkout.judge()[TOP1].status == "not measured"
     checkout.record("measured/gpu/evaluate/at_224_bf16", metrics | {"image_size": 224}, dtype="bf16")
@@ -213,13 +233,11 @@ def test_published_weights_of_a_baseline_count(checkout):
 
 def test_detection_and_segmentation_scores(checkout):
     checkout.record(
-        "detect/t",
-        {"model": VITTT, "options": {}, "data": "coco", "val_images": 5000, "ap_box_percent": 42.9, "ap_mask_percent": 38.0},
+        "detect/t", {"model": VITTT, "options": {}, "data": "coco", "val_images": 5000, "ap_box_percent": 42.9, "ap_mask_percent": 38.0}
     )
     checkout.record("segment/t", {"model": VITTT, "options": {}, "data": "ade20k", "val_images": 2000, "miou_percent": 44.3})
     checkout.record(
-        "segment/scenes",
-        {"model": "vim_tiny_patch16_224", "options": {}, "data": "scenes", "val_images": 2000, "miou_percent": 43.4},
+        "segment/scenes", {"model": "vim_tiny_patch16_224", "options": {}, "data": "scenes", "val_images": 2000, "miou_percent": 43.4}
     )
     verdicts = checkout.judge()
     assert verdicts["table2_coco.vittt_t.ap_box_percent"].status == "matched"
@@ -259,7 +277,9 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
 
 
 def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
-    checkout.speed(*pair(throughput_img_per_s=50.0), {"model": DEIT, "attention": "fused", "throughput_img_per_s": 125.0}, device=checkout.H200)
+    checkout.speed(
+        *pair(throughput_img_per_s=50.0), {"model": DEIT, "attention": "fused", "throughput_img_per_s": 125.0}, device=checkout.H200
+    )
     (found,) = checkout.judge()[SPEEDUP].elsewhere
     assert (found.value, found.fused) == (2.0, 0.8)
     assert str(found) == f"2× ({checkout.H200}, batch 64, fp16; against fused DeiT 0.8×)"
@@ -277,7 +297,15 @@ def test_a_statement_is_judged_by_the_comparisons_that_were_measured(checkout):
 def test_a_model_whose_operator_is_too_slow_is_set_beside_nothing(checkout, holds):
     rows = [{"model": name, "resolution": [side, side]} for name in (VITTT, "vim_tiny_patch16_224") for side in (224, 1280)]
     rows = [row | {"throughput_img_per_s": 100.0 if "vittt" in row["model"] else 50.0} for row in rows]
-    gate = {"family": "vim", "batch": 64, "dtype": "fp16", "operator": "scan", "share_of_copy_percent": 35.0, "at_least_percent": 30, "holds": holds}
+    gate = {
+        "family": "vim",
+        "batch": 64,
+        "dtype": "fp16",
+        "operator": "scan",
+        "share_of_copy_percent": 35.0,
+        "at_least_percent": 30,
+        "holds": holds,
+    }
     checkout.speed(*rows, device=checkout.H200, gates=[gate])
     found = checkout.judge()["text.5_3.faster_than_vim"].elsewhere
     assert [each.said(each.value) for each in found] == (["holds in the 2 of 6 measured"] if holds else [])
@@ -291,9 +319,7 @@ def test_speed_on_the_papers_device_is_compared(checkout):
     assert checkout.judge(speed_dtype="fp32")[SPEEDUP].status == "not measured"
 
 
-@pytest.mark.parametrize(
-    ("change", "of"), [({"batch": 32}, "both"), ({"mode": "train"}, "both"), ({"attention": "fused"}, "deit")]
-)
+@pytest.mark.parametrize(("change", "of"), [({"batch": 32}, "both"), ({"mode": "train"}, "both"), ({"attention": "fused"}, "deit")])
 def test_what_does_not_fit_the_papers_conditions_is_not_compared(checkout, change, of):
     rows = [row | change for row in pair()] if of == "both" else pair(**change)
     checkout.speed(*rows, device=checkout.L40S)
@@ -301,9 +327,7 @@ def test_what_does_not_fit_the_papers_conditions_is_not_compared(checkout, chang
 
 
 def test_out_of_memory_is_the_reason(checkout):
-    checkout.speed(
-        *pair(status="oom", reason="CUDA out of memory", throughput_img_per_s=None, latency_ms=None), device=checkout.L40S
-    )
+    checkout.speed(*pair(status="oom", reason="CUDA out of memory", throughput_img_per_s=None, latency_ms=None), device=checkout.L40S)
     assert "oom: CUDA out of memory" in checkout.judge()[SPEEDUP].reason
 
 
@@ -317,10 +341,7 @@ def test_flops_saved_are_counts_and_compared_anywhere(checkout):
         },
     )
     verdicts = checkout.judge()
-    assert (verdicts["text.5_3.flops_saved_1280_b"].status, verdicts["text.5_3.flops_saved_1280_b"].how) == (
-        "matched",
-        "truncation",
-    )
+    assert (verdicts["text.5_3.flops_saved_1280_b"].status, verdicts["text.5_3.flops_saved_1280_b"].how) == ("matched", "truncation")
     assert verdicts["text.5_3.flops_saved_1280_s"].status == "differs"
     # the contradiction goes first, and our number is there all the same
     assert verdicts["text.5_3.flops_saved_1280_t"].status == "paper inconsistent"
@@ -362,8 +383,7 @@ def test_recipe_and_data_set_come_from_profile_and_manifest(checkout):
     assert verdicts["appendix.d.imagenet_data_classes"].status == "differs"
     assert verdicts[TOP1].command == "repro profile use paper && repro pretrain --cell tiny_imagenet"
     assert (
-        verdicts["table1.swin_t.top1_percent"].command
-        == "repro evaluate --model swin_tiny_patch4_window7_224 --pretrained --data imagenet"
+        verdicts["table1.swin_t.top1_percent"].command == "repro evaluate --model swin_tiny_patch4_window7_224 --pretrained --data imagenet"
     )
 
 

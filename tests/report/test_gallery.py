@@ -89,7 +89,9 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
     assert "Missing cells" not in page(checkout)
 
 
-@pytest.mark.parametrize("place", ["Table 1, #P.", "Table 2 (left), AP^b", "Table 3, FPS", "Section 5.3", "Fig. 11", "Eq. 13", "Theorem C.1"])
+@pytest.mark.parametrize(
+    "place", ["Table 1, #P.", "Table 2 (left), AP^b", "Table 3, FPS", "Section 5.3", "Fig. 11", "Eq. 13", "Theorem C.1"]
+)
 def test_every_place_of_the_paper_has_what_checks_it(checkout, place):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
     text = page(checkout).split("\n## Where each claim is checked\n")[1].split("\n## ")[0]

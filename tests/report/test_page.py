@@ -45,7 +45,11 @@ class Elements(html.parser.HTMLParser):
             self.open[-1][2] += data
 
     def all(self, tag: str, **attributes: str) -> list[list]:
-        return [each for each in self.found if each[0] == tag and all(value in (each[1].get(key) or "").split() for key, value in attributes.items())]
+        return [
+            each
+            for each in self.found
+            if each[0] == tag and all(value in (each[1].get(key) or "").split() for key, value in attributes.items())
+        ]
 
 
 def page(checkout) -> str:
@@ -80,7 +84,11 @@ def test_the_ledgers_rows_are_those_of_claims_json(checkout):
 def test_what_explains_a_status_stands_in_its_row(checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
     elements = Elements(page(checkout))
-    about = dict(zip((e["id"] for e in checkout.json("results/claims.json")["entries"]), (t for _, _, t in elements.all("div", **{"class": "about"}))))
+    about = dict(
+        zip(
+            (e["id"] for e in checkout.json("results/claims.json")["entries"]), (t for _, _, t in elements.all("div", **{"class": "about"}))
+        )
+    )
     for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "mini", "rounding"):
         assert text in about["table1.vittt_t.params_m"]
     assert "no run on all of ImageNet-1K" in about["table1.vittt_t.top1_percent"]
@@ -94,7 +102,9 @@ def test_records_cannot_write_markup(checkout):
     checkout.speed({"model": f"vittt{attack}", "status": attack, "reason": attack, "throughput_img_per_s": None}, device=attack)
     elements = Elements(page(checkout))
     assert len(elements.all("script")) == 1
-    assert not [each for each in elements.found if any(key.startswith("on") for key in each[1]) or each[0] == "img" and each[1].get("src") == "x"]
+    assert not [
+        each for each in elements.found if any(key.startswith("on") for key in each[1]) or (each[0] == "img" and each[1].get("src") == "x")
+    ]
     assert not [each for each in elements.found if (each[1].get("href") or "").startswith("javascript")]
     assert attack in "".join(text for _, _, text in elements.all("div", **{"class": "about"}))
 
@@ -131,7 +141,7 @@ def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
     tables_there = elements.all("table")
     assert len(tables_there) == len(re.findall(r"(?m)^\|(?:---:?\|)+$", tables)) + 1
     assert all(each[1].get("scope") in ("col", "row") for each in elements.all("th"))
-    marked = [each for each in elements.all("span", **{"class": "mark"})]
+    marked = list(elements.all("span", **{"class": "mark"}))
     assert marked and all(each[1]["title"] in each[2] for each in marked)  # never the colour alone
 
 

@@ -19,10 +19,20 @@ def reported(checkout):
     checkout.speed(
         {"model": VITTT, "batch": 1, "dtype": "fp32"},
         {"model": DEIT, "attention": "unfused", "batch": 1, "dtype": "fp32", "throughput_img_per_s": 40.0},
-        {"model": DEIT, "attention": "fused", "batch": 1, "dtype": "fp32", "status": "oom", "reason": "out of memory",
-         "throughput_img_per_s": None, "latency_ms": None, "latency_ms_ci95": None, "peak_memory_mib": None},
+        {
+            "model": DEIT,
+            "attention": "fused",
+            "batch": 1,
+            "dtype": "fp32",
+            "status": "oom",
+            "reason": "out of memory",
+            "throughput_img_per_s": None,
+            "latency_ms": None,
+            "latency_ms_ci95": None,
+            "peak_memory_mib": None,
+        },
         device=checkout.CPU,
-    )  # fmt: skip
+    )
     run(ReportParams(), checkout.paths)
     return checkout
 

@@ -11,12 +11,30 @@ VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_
 
 def row(model, attention, side, latency, memory, *, status="ok", run=1, compile=False):
     return {
-        "row": f"{model}@{side}", "model": model, "options": {}, "attention": attention, "attention_reason": "none to choose",
-        "attention_kernel": "flash", "resolution": [side, side], "batch": 1, "dtype": "fp32", "device": CPU, "mode": "infer",
-        "compile": compile, "backend": "torch", "status": status, "reason": "made up", "latency_ms": latency, "latency_ms_ci95": None,
-        "throughput_img_per_s": None if latency is None else 1e3 / latency, "peak_memory_mib": memory, "macs_g": side**2 / 1e5,
-        "params": 7, "run": run, "samples_ms": [],
-    }  # fmt: skip
+        "row": f"{model}@{side}",
+        "model": model,
+        "options": {},
+        "attention": attention,
+        "attention_reason": "none to choose",
+        "attention_kernel": "flash",
+        "resolution": [side, side],
+        "batch": 1,
+        "dtype": "fp32",
+        "device": CPU,
+        "mode": "infer",
+        "compile": compile,
+        "backend": "torch",
+        "status": status,
+        "reason": "made up",
+        "latency_ms": latency,
+        "latency_ms_ci95": None,
+        "throughput_img_per_s": None if latency is None else 1e3 / latency,
+        "peak_memory_mib": memory,
+        "macs_g": side**2 / 1e5,
+        "params": 7,
+        "run": run,
+        "samples_ms": [],
+    }
 
 
 def section(checkout, rows, gates):

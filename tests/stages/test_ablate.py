@@ -66,11 +66,21 @@ def test_the_grid_is_17_models_of_20_entries():
 @pytest.mark.parametrize(
     ("name", "thousands"),
     [  # Tables 3 and 4 by spec: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position are 2·D each; W0 of 12 blocks
-        ("ttt_layer", 5877), ("share_qk", 5435), ("gating", 5877), ("conv1d", 5900), ("dual", 6962), ("conv2d", 6983),
-        ("head", 6983.116 + 0.384), ("double", 6983.116 + 0.768), ("max", 6983), ("w0_shared", 6983.116 - 147.456), ("w0_frozen", 6983.116 - 2 * 147.456),
-        ("chunk4", 6983.116 - 24 * 0.012), ("chunk_all", 6983.116 + 24 * 0.180),
+        ("ttt_layer", 5877),
+        ("share_qk", 5435),
+        ("gating", 5877),
+        ("conv1d", 5900),
+        ("dual", 6962),
+        ("conv2d", 6983),
+        ("head", 6983.116 + 0.384),
+        ("double", 6983.116 + 0.768),
+        ("max", 6983),
+        ("w0_shared", 6983.116 - 147.456),
+        ("w0_frozen", 6983.116 - 2 * 147.456),
+        ("chunk4", 6983.116 - 24 * 0.012),
+        ("chunk_all", 6983.116 + 24 * 0.180),
     ],
-)  # fmt: skip
+)
 def test_parameters_of_the_variants_by_hand(name, thousands):
     assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).params / 1e3 == pytest.approx(thousands, abs=0.5)
 
@@ -97,9 +107,11 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     top1 = [entry["top1_percent"] for entry in ours["seeds"]]
     assert (ours["top1_percent"], ours["top1_spread_percent"]) == (statistics.mean(top1), statistics.stdev(top1))
     assert ours["weights"] == hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16] == ours["seeds"][0]["weights"]
-    assert ours["throughput_img_per_s"] > 0 and ours["throughput_batch"] == 64 and ours["params"] == cost(
-        "vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)
-    ).params
+    assert (
+        ours["throughput_img_per_s"] > 0
+        and ours["throughput_batch"] == 64
+        and ours["params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).params
+    )
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 

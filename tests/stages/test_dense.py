@@ -82,12 +82,20 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     folder = trained / "results" / stage / "nano"
     record = json.loads((folder / "metrics.json").read_text())
     metrics = record["metrics"]
-    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["initial"]) == ("scenes", 2, steps, 4, WEIGHTS)
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["initial"]) == (
+        "scenes",
+        2,
+        steps,
+        4,
+        WEIGHTS,
+    )
     assert metrics["params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
     assert metrics["weights"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
     assert 1 < metrics["without_learning"][score] < 100  # at the size of the files, whatever the model's input is
     rows = list(csv.DictReader(open(folder / "curve.csv")))
-    assert [row["step"] for row in rows] == [str(steps // 2), str(steps)] and float(rows[-1][score]) == pytest.approx(metrics[score], abs=1e-4)
+    assert [row["step"] for row in rows] == [str(steps // 2), str(steps)] and float(rows[-1][score]) == pytest.approx(
+        metrics[score], abs=1e-4
+    )
     examples = sorted((folder / "examples").iterdir())
     assert len(examples) == 4 and all(Image.open(path).width >= 96 for path in examples)
     assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
@@ -174,7 +182,9 @@ def test_odd_pictures(dense, tmp_path, monkeypatch, repro_cli):
     image.save(tmp_path / "whole.jpg")
     (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:2000])
     (tmp_path / "text.png").write_text("no picture")
-    code, out, err = repro_cli("predict", *map(str, sorted(tmp_path.iterdir())), "--weights", WEIGHTS, "--json", str(tmp_path / "seen.json"))
+    code, out, err = repro_cli(
+        "predict", *map(str, sorted(tmp_path.iterdir())), "--weights", WEIGHTS, "--json", str(tmp_path / "seen.json")
+    )
     unread = ["cut.jpg", "text.png", "too_huge.png"]
     assert code == 2 and [Path(line.split(": ")[1]).name for line in err.splitlines()] == [*unread, "predict"], err
     assert err.endswith("predict: 3 of 8 pictures could not be read\n")
@@ -202,7 +212,10 @@ def test_files_that_are_no_weights_are_one_line(dense, tmp_path, monkeypatch, re
     Image.new("RGB", (20, 20)).save(tmp_path / "picture.png")
     description = {"model": "vittt_nanno_patch16_144", "options": {}, "preprocessing": {}, "classes": []}
     save_file({"x": torch.zeros(1)}, tmp_path / "unknown.safetensors", metadata={"vision_ttt_repro": json.dumps(description)})
-    for weights, message in (("picture.png", "not a readable safetensors file"), ("unknown.safetensors", "did you mean 'vittt_nano_patch16_144'?")):
+    for weights, message in (
+        ("picture.png", "not a readable safetensors file"),
+        ("unknown.safetensors", "did you mean 'vittt_nano_patch16_144'?"),
+    ):
         code, _, err = repro_cli("predict", str(tmp_path / "picture.png"), "--weights", str(tmp_path / weights))
         assert (code, err.count("\n")) == (2, 1) and message in err
 

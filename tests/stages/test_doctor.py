@@ -15,9 +15,14 @@ from stages import doctor
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (
-    "machine", "packages", "name clashes", "PyTorch and TTT-Linear", "segmentation", "parameters and data",
+    "machine",
+    "packages",
+    "name clashes",
+    "PyTorch and TTT-Linear",
+    "segmentation",
+    "parameters and data",
     "disk and shared memory",
-)  # fmt: skip
+)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -72,7 +77,7 @@ def test_a_healthy_machine_ends_with_zero(project, repro_cli, monkeypatch):
     params = project.params.read_text()
     absent = params[params.index("  imagenet:\n") : params.index("pretrain:\n")]
     project.params.write_text(params.replace(absent, ""))
-    monkeypatch.setattr(doctor, "gpu_names", lambda: [])
+    monkeypatch.setattr(doctor, "gpu_names", list)
     monkeypatch.setattr(doctor, "check_floors", lambda file: [])  # of whatever environment runs the tests
     code, out, err = repro_cli("doctor")
     assert (code, err) == (0, "") and out.splitlines()[-1].startswith("0 errors, ")
@@ -89,9 +94,12 @@ def test_needed_packages(tmp_path, monkeypatch):
     )
     lines = list(packages.check_floors(project))
     assert [(mark, name) for mark, name, _ in lines] == [
-        ("error", "Python"), ("error", "made-up-old"), ("ok", "made-up-new"), ("error", "made-up-absent"),
+        ("error", "Python"),
+        ("error", "made-up-old"),
+        ("ok", "made-up-new"),
+        ("error", "made-up-absent"),
         ("error", "made-up-extra"),
-    ]  # fmt: skip
+    ]
     assert line(lines, "made-up-old")[1].startswith("1.2, >=1.10 is needed")  # as versions, not as text
     assert line(lines, "made-up-absent")[1].startswith("not installed, any version is needed")
     lock.write_text("# pins\nmade-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n")

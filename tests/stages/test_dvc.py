@@ -49,7 +49,12 @@ def test_command_and_sections_belong_to_the_stage(stage):
         assert set(sections) == set(load_yaml(ROOT / "params.yaml")) - {"runtime"}
     else:
         assert sections in ([], [f"{stage}.${{key}}" if per_cell else stage])
-    outs = [name for kind in ("outs", "metrics", "plots") for out in stage_definition.get(kind, []) for name in ([out] if isinstance(out, str) else out)]
+    outs = [
+        name
+        for kind in ("outs", "metrics", "plots")
+        for out in stage_definition.get(kind, [])
+        for name in ([out] if isinstance(out, str) else out)
+    ]
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(name.startswith(own) for name in outs) or stage == "report"
 

@@ -40,10 +40,14 @@ def test_options_out_of_range_are_the_users_mistake(checkout, repro_cli, options
 def test_a_sweep_is_stopped_and_continued(checkout):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "repro", *COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        [sys.executable, "-m", "repro", *COMMAND],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
         # what a shell starts in the background ignores SIGINT, and hands that on
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     first = process.stdout.readline()
     assert "vittt_tiny_patch16_224@32: " in first, first
     process.send_signal(signal.SIGINT)
@@ -61,7 +65,9 @@ def test_a_sweep_is_stopped_and_continued(checkout):
     rows = json.loads(file.read_text())["metrics"]["rows"]
     assert [row for row in rows if row["row"] in {old["row"] for old in before}] == before
     assert {(row["model"], row["attention"], row["resolution"][0]) for row in rows} == {
-        (model, attention, side) for model, attention in (("vittt_tiny_patch16_224", None), ("deit_tiny_patch16_224", "fused")) for side in (32, 64)
+        (model, attention, side)
+        for model, attention in (("vittt_tiny_patch16_224", None), ("deit_tiny_patch16_224", "fused"))
+        for side in (32, 64)
     }
     assert all("flash_attention" in row["attention_kernel"] for row in rows if row["attention"] == "fused")
     with open(file.with_suffix(".csv")) as stream:
@@ -77,10 +83,22 @@ def test_a_sweep_is_stopped_and_continued(checkout):
 
 def row(model, attention, side, latency, memory, *, status="ok", kernel="flash", batch=1, run=1):
     return {
-        "model": model, "attention": attention, "attention_kernel": kernel, "resolution": [side, side], "batch": batch, "dtype": "fp32",
-        "mode": "infer", "compile": False, "options": {}, "status": status, "latency_ms": latency, "latency_ms_ci95": None,
-        "peak_memory_mib": memory, "macs_g": side**2 / 1e4, "run": run,
-    }  # fmt: skip
+        "model": model,
+        "attention": attention,
+        "attention_kernel": kernel,
+        "resolution": [side, side],
+        "batch": batch,
+        "dtype": "fp32",
+        "mode": "infer",
+        "compile": False,
+        "options": {},
+        "status": status,
+        "latency_ms": latency,
+        "latency_ms_ci95": None,
+        "peak_memory_mib": memory,
+        "macs_g": side**2 / 1e4,
+        "run": run,
+    }
 
 
 VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_patch16_224"
@@ -99,7 +117,9 @@ def test_conclusions_by_hand():
     assert (unfused["against"], unfused["size"], unfused["side"]) == ("deit", "T", 640)
     assert unfused["speedup"] == pytest.approx(4) and unfused["memory_saved_percent"] == pytest.approx(75)
     assert (unfused["crossover"], unfused["crossover_side"]) == ("always", None)
-    assert vim["speedup"] is None and vim["reason"].startswith("selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are asked")
+    assert vim["speedup"] is None and vim["reason"].startswith(
+        "selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are asked"
+    )
     growth = {each["model"]: each for each in found["growth"]}
     assert growth[VITTT]["latency_exponent"] == pytest.approx(1) and growth[VITTT]["memory_exponent"] == pytest.approx(1)
     assert growth[DEIT]["latency_exponent"] == pytest.approx(2) and growth[DEIT]["macs_exponent"] == pytest.approx(1)

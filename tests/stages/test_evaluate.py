@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,12 @@ from repro.report.sources import FULL_VALIDATION, Results
 from repro.tasks.published import find_published, only_imagenet_1k, table1_models, table1_top1
 
 PREPROCESSING = {
-    "input_size": [3, 32, 32], "interpolation": "bicubic", "crop_pct": 1.0,
-    "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
-}  # fmt: skip
+    "input_size": [3, 32, 32],
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+}
 DEIT = "deit_tiny_patch16_224"
 
 
@@ -246,9 +250,9 @@ def test_the_papers_number_stands_beside_a_full_score_alone():
     assert table1_top1("vit3_tiny_patch16_224", 224) == "76.5" and table1_top1("vittt_base_patch16_224", 224) == "82.7"
     assert table1_top1("vit3_tiny_patch16_224", 384) is None and table1_top1("vit_base_patch16_384", 384) == "77.9"
 
-    def line(kind="imagenet", size=224, options={}, **asked):
+    def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **asked):
         name = "vit3_tiny_patch16_224"
-        subject = Subject(name=name, model=name, weights="", facts={"options": options}, preprocessing={}, sizes=(), build=None)
+        subject = Subject(name=name, model=name, weights="", facts={"options": dict(options)}, preprocessing={}, sizes=(), build=None)
         return _Bench(None, None, "", kind, None, None, None, Request(**asked))._paper(subject, size)
 
     assert line() == " (Table 1: 76.5 %)"

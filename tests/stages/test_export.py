@@ -47,14 +47,20 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
     images = torch.randn(2, 3, 48, 48)
     from_folder = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
     from_file = timm.create_model(
-        f"{family}_nano_patch16_144", checkpoint_path=str(tmp_path / "folder" / "model.safetensors"),
-        num_classes=3, img_size=48, depth=1, **options,
-    ).eval()  # fmt: skip
+        f"{family}_nano_patch16_144",
+        checkpoint_path=str(tmp_path / "folder" / "model.safetensors"),
+        num_classes=3,
+        img_size=48,
+        depth=1,
+        **options,
+    ).eval()
     for model in (from_folder, from_file):
         with torch.no_grad():
             assert torch.equal(model(images), expected(path, images))
     config = timm.data.resolve_model_data_config(from_folder)
-    assert {key: list(value) if isinstance(value, tuple) else value for key, value in config.items() if key in PREPROCESSING} == PREPROCESSING
+    assert {
+        key: list(value) if isinstance(value, tuple) else value for key, value in config.items() if key in PREPROCESSING
+    } == PREPROCESSING
     assert from_folder.pretrained_cfg["label_names"] == CLASSES
     assert torch.equal(expected(tmp_path / "folder" / "model.safetensors", images), expected(path, images))  # and for `repro predict`
 
@@ -62,7 +68,9 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
 @pytest.mark.parametrize("family", ["vim", "vrwkv", "vit3"])
 def test_torch_export_stands_alone(saved, repro_cli, family):
     path = saved(family)
-    code, _, err = repro_cli("export", "--weights", str(path), "--format", "torch_export", "--no-verify", "--image-size", "32", "-o", "model.pt2")
+    code, _, err = repro_cli(
+        "export", "--weights", str(path), "--format", "torch_export", "--no-verify", "--image-size", "32", "-o", "model.pt2"
+    )
     assert code == 0, err
     extra = {"vision_ttt_repro.json": ""}
     program = torch.export.load("model.pt2", extra_files=extra)
@@ -121,4 +129,6 @@ def test_what_cannot_be_exported_is_one_line(saved, tmp_path, repro_cli, monkeyp
     assert (tmp_path / "there.pt2").read_text() == "somebody's"
     monkeypatch.setattr(stages.export, "NEEDS_EXTRA", ("onnx_of_nobody",))
     assert "needs onnx_of_nobody: python -m pip install -e '.[export]'" in refused("--format", "onnx")
-    assert "holds a model that can detect, no classifier" in refused("--format", "safetensors", weights=saved("vittt", task={"name": "detect"}))
+    assert "holds a model that can detect, no classifier" in refused(
+        "--format", "safetensors", weights=saved("vittt", task={"name": "detect"})
+    )

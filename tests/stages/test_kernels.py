@@ -151,16 +151,21 @@ def test_summary_is_against_the_faster_peer():
     alone = measured((1.0, 4.0, 90.0), (2.0, 5.0, 90.0), "bi_wkv", [])
     found = bench.summary(ttt_linear_cases, [*fla, *mamba, *alone])
     assert found == {
-        "forward_speedup_over_fla": 2.0, "forward_share_of_copy_percent": 50.0,
-        "forward_backward_speedup_over_fla": 1.5, "forward_backward_share_of_copy_percent": 25.0,
-    }  # fmt: skip
+        "forward_speedup_over_fla": 2.0,
+        "forward_share_of_copy_percent": 50.0,
+        "forward_backward_speedup_over_fla": 1.5,
+        "forward_backward_share_of_copy_percent": 25.0,
+    }
     assert bench.summary(selective_scan_cases, [*fla, *mamba, *alone]) == {
-        "forward_speedup_over_mamba_ssm": 1.25, "forward_share_of_copy_percent": 25.0,
-        "forward_backward_speedup_over_mamba_ssm": 0.5, "forward_backward_share_of_copy_percent": 50.0,
-    }  # fmt: skip
+        "forward_speedup_over_mamba_ssm": 1.25,
+        "forward_share_of_copy_percent": 25.0,
+        "forward_backward_speedup_over_mamba_ssm": 0.5,
+        "forward_backward_share_of_copy_percent": 50.0,
+    }
     assert bench.summary(bi_wkv_cases, [*fla, *mamba, *alone]) == {
-        "forward_share_of_copy_percent": 25.0, "forward_backward_share_of_copy_percent": 40.0,
-    }  # fmt: skip
+        "forward_share_of_copy_percent": 25.0,
+        "forward_backward_share_of_copy_percent": 40.0,
+    }
     found = bench.summary(ttt_linear_cases, measured((1.0, 2.0, 90.0, None, None), (None,) * 5))
     assert found["forward_speedup_over_fla"] is None and found["forward_share_of_copy_percent"] == 50.0 and found["reason"]
 
@@ -327,9 +332,11 @@ def test_with_an_operator_the_others_rows_stay(tmp_path, monkeypatch, capsys):
 
 def test_it_runs_with_torch_triton_timm_typer_and_rich_alone():
     """A bare GPU machine: nothing else of the lock file is imported on the way to the first check."""
-    blocked = "dvc sklearn matplotlib scipy pytest mmseg mmcv mmengine dvclive".split()
+    blocked = ["dvc", "sklearn", "matplotlib", "scipy", "pytest", "mmseg", "mmcv", "mmengine", "dvclive"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from repro.cli import main; sys.argv = ['repro', 'kernels', 'bench']; main()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "PyTorch sees no CUDA device" in done.stderr, done.stderr
 
 

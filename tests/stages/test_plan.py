@@ -60,13 +60,18 @@ def test_paper_profile(checkout):
     assert row(rows, "dvc repro prepare_data@imagenet").disk_gb == 150
     gives = frozenset().union(*(each.gives for each in rows))
     for name, options in VARIANTS.items():  # a cell for every number of Tables 3 and 4 and Fig. 7
-        model = plan.Results(Paths(checkout), load_ledger().default_options, ()).model_key({"model": "vittt_tiny_patch16_224", "options": options}, "")
+        model = plan.Results(Paths(checkout), load_ledger().default_options, ()).model_key(
+            {"model": "vittt_tiny_patch16_224", "options": options}, ""
+        )
         wanted = ("imagenet", "coco", "ade20k") if name in (*PLACES["Table 3"], *PLACES["Table 4"]) else ("imagenet",)
         assert all(("accuracy", data, model) in gives for data in wanted), name
     efficiency = row(rows, "dvc repro efficiency")
     assert efficiency.gpu_hours == 3 * 3 * 9 * 600 / 3600 and "at most" in efficiency.basis
     # three forward passes of 2 FLOP per multiply-add, at 30 % of 312 TFLOP/s; 12 passes over COCO, 160,000 steps of 16 images
-    for cell, images, size in (("detect@vittt_tiny_coco", 12 * 118_287, (800, 1344)), ("segment@vittt_tiny_ade20k", 160_000 * 16, (512, 512))):
+    for cell, images, size in (
+        ("detect@vittt_tiny_coco", 12 * 118_287, (800, 1344)),
+        ("segment@vittt_tiny_ade20k", 160_000 * 16, (512, 512)),
+    ):
         macs = adapted_cost("vittt_tiny_patch16_224", size).macs
         found = row(rows, f"dvc repro {cell}")
         assert found.gpu_hours == pytest.approx(images * 6 * macs / (0.3 * 312e12) / 3600) and "without the heads" in found.basis
@@ -87,17 +92,25 @@ def test_what_is_given_goes_before_what_is_measured_before_an_estimate(checkout)
 
 
 def test_the_printed_plan(checkout, repro_cli):
-    code, out, err = repro_cli("plan", "--profile", "paper", "--gpus", "8", *(
-        argument for size in ("tiny", "small", "base") for argument in ("--img-per-s", f"vittt_{size}_patch16_224=1000")
-    ))  # fmt: skip
+    code, out, err = repro_cli(
+        "plan",
+        "--profile",
+        "paper",
+        "--gpus",
+        "8",
+        *(argument for size in ("tiny", "small", "base") for argument in ("--img-per-s", f"vittt_{size}_patch16_224=1000")),
+    )
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "first: repro profile use paper" and "days on 8" in lines[1]
     (tiny,) = (text for text in lines if text.startswith("dvc repro pretrain@vittt_tiny_imagenet"))
     assert re.split(r"  +", tiny)[1:] == [
-        "Table 1 (1), Table 3 (1), Table 4 (1), Fig. 1 (1), Fig. 7a (1), Fig. 7b (1)", "106.8", "0.6", "0.4",
+        "Table 1 (1), Table 3 (1), Table 4 (1), Fig. 1 (1), Fig. 7a (1), Fig. 7b (1)",
+        "106.8",
+        "0.6",
+        "0.4",
         "300 epochs of 1,281,167 images at 1,000 img/s, given",
-    ]  # fmt: skip
+    ]
     dense = [re.split(r"  +", text) for text in lines if text.startswith(("dvc repro detect@", "dvc repro segment@"))]
     total = (3 + 16) * 106.764 + 13.5 + sum(float(row[2]) for row in dense)  # 3 of pretrain, 16 of ablate; the benchmark's rows at most
     found = next(text for text in lines if text.startswith("total: "))

@@ -164,14 +164,21 @@ def test_other_data_under_a_stopped_run_is_refused(checkout):
 
 
 def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, repro_cli):
-    edit("epochs: 2", "epochs: 2\n    max_bad_steps: 2", "lr: 0.003, lr_batch_size: 128", "lr: 1.0e+30, lr_batch_size: 128, clip_grad_norm: null")
+    edit(
+        "epochs: 2",
+        "epochs: 2\n    max_bad_steps: 2",
+        "lr: 0.003, lr_batch_size: 128",
+        "lr: 1.0e+30, lr_batch_size: 128, clip_grad_norm: null",
+    )
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 1 and "2 steps in a row" in err and err.count("\n") == 1
     (dump,) = Path(".runs").rglob("bad_step_*.pt")
     assert f"`repro pretrain --replay-bad-step {dump.absolute()}`" in err
     code, out, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
     assert code == 0, err
-    assert re.search(r"first output that is not finite: (?!none)", out) and "images: digit_" in out and "inner loss of blocks.0.mixer" in out
+    assert (
+        re.search(r"first output that is not finite: (?!none)", out) and "images: digit_" in out and "inner loss of blocks.0.mixer" in out
+    )
     moved = dump.rename("elsewhere.pt")
     code, _, err = repro_cli("pretrain", "--replay-bad-step", str(moved))
     assert code == 2 and "lies in no folder of a run; say with --cell" in err
@@ -211,7 +218,11 @@ WRONG_PARAMS = [
     ("{depth: 1}", "{depht: 1}", "depht"),
     ("{depth: 1}", "{drop_path_rate: 0.1}", "options: drop_path_rate follows from"),
     ("{depth: 1}", "{design: conv3d}", "design 'conv3d' is not one of"),
-    ("image_size: 32, hflip", "image_size: 40, hflip", "image size 40x40: height and width must be positive multiples of the patch size 16"),
+    (
+        "image_size: 32, hflip",
+        "image_size: 40, hflip",
+        "image size 40x40: height and width must be positive multiples of the patch size 16",
+    ),
     ("workers: 0", "device: tpu", "runtime.device: str 'tpu' is not one of auto, cpu, cuda"),
     ("data: digits\n", "data: numbers\n", "results/prepare_data/numbers/manifest.json: no such manifest; run `repro prepare-data`"),
     ("pretrain:", "pretrain: [", "params.yaml:"),

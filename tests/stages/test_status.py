@@ -8,8 +8,8 @@ import pytest
 from repro.core.config import load_section
 from repro.core.paths import Paths
 from stages.pretrain import PretrainParams
-from stages.training import state_folder
 from stages.status import run
+from stages.training import state_folder
 
 DVC_YAML = """
 stages:
@@ -48,7 +48,10 @@ def test_each_state(project):
     paths = Paths(project)
     assert [row[:2] for row in run(paths)] == [("pretrain@a", "fresh"), ("pretrain@b", "fresh"), ("weigh", "fresh")]
     for step in (90, 120):
-        state = state_folder(load_section(PretrainParams, paths.params, "pretrain", "a"), paths, "pretrain", "a") / f"step_{step:09d}.0123456789abcdef.pt"
+        state = (
+            state_folder(load_section(PretrainParams, paths.params, "pretrain", "a"), paths, "pretrain", "a")
+            / f"step_{step:09d}.0123456789abcdef.pt"
+        )
         state.parent.mkdir(parents=True, exist_ok=True)
         state.touch()
     write_params(project, 1, 3)

@@ -28,9 +28,7 @@ def task(mix):
         pass
 
     as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
-    return Classification(
-        Table(), Loader(), Loader(), batch_size=2, transform=as_is, mix=mix, num_classes=3, device=torch.device("cpu")
-    )
+    return Classification(Table(), Loader(), Loader(), batch_size=2, transform=as_is, mix=mix, num_classes=3, device=torch.device("cpu"))
 
 
 def test_accuracy_counts_every_image_once():
@@ -40,7 +38,8 @@ def test_accuracy_counts_every_image_once():
     assert numbers["top1_percent"] == pytest.approx(100 / 3)
     assert numbers["top5_percent"] == pytest.approx(100 / 3)  # the other two targets are ranked last of six
     by_hand = sum(
-        math.log(sum(math.exp(v) for v in row)) - row[target] for row, target in (([3, 2, 1, 0, 0, 0], 0), ([-1, 0, 1, 2, 3, 4], 0), ([9, 8, 7, 6, 5, 4], 5))
+        math.log(sum(math.exp(v) for v in row)) - row[target]
+        for row, target in (([3, 2, 1, 0, 0, 0], 0), ([-1, 0, 1, 2, 3, 4], 0), ([9, 8, 7, 6, 5, 4], 5))
     )
     assert numbers["val_loss"] == pytest.approx(by_hand / 3, rel=1e-5)
 

@@ -283,7 +283,12 @@ def test_a_batch_without_objects_trains():
 def test_nothing_found_is_no_error():
     model = MaskRcnn(Maps(), 3, dataclasses.replace(SMALL, min_score=1.0)).eval()
     (found,) = model.detect([sample(33, 64, [])[0]], [(50, 60)])
-    assert {name: tuple(value.shape) for name, value in found.items()} == {"boxes": (0, 4), "scores": (0,), "labels": (0,), "masks": (0, 50, 60)}
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        "boxes": (0, 4),
+        "scores": (0,),
+        "labels": (0,),
+        "masks": (0, 50, 60),
+    }
 
 
 def test_detections_are_in_pixels_of_the_picture():

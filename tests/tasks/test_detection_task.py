@@ -128,9 +128,19 @@ def test_results_of_other_images_are_refused(tmp_path, image_id, ids, said):
 
 
 TINY = MaskRcnnParams(
-    fpn_channels=16, box_channels=64, mask_channels=16, mask_layers=1, anchor_scale=4, rpn_samples=64, roi_samples=32,
-    train_candidates=100, test_candidates=100, train_proposals=50, test_proposals=50, min_score=0.0,
-)  # fmt: skip
+    fpn_channels=16,
+    box_channels=64,
+    mask_channels=16,
+    mask_layers=1,
+    anchor_scale=4,
+    rpn_samples=64,
+    roi_samples=32,
+    train_candidates=100,
+    test_candidates=100,
+    train_proposals=50,
+    test_proposals=50,
+    min_score=0.0,
+)
 PICTURES = [(1, [(1, 8, 8, 28, 24), (2, 34, 30, 60, 58)]), (2, [(2, 4, 30, 32, 60)])]
 
 

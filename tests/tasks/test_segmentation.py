@@ -106,8 +106,18 @@ def test_every_validation_image_counts_once_and_at_its_own_size(task):
         right += (predicted.numpy() + 1 == values).sum()
         labelled += (values > 0).sum()
     assert metrics["aacc_percent"] == pytest.approx(100 * right / labelled)
-    parts = [Segmentation(task.model, task.train, EvalLoader(task.val.dataset, batch_size=1, rank=rank, world_size=2), batch_size=2,
-                          transform=SETTINGS, classes=task.classes, device=CPU).evaluate(task.model) for rank in range(2)]  # fmt: skip
+    parts = [
+        Segmentation(
+            task.model,
+            task.train,
+            EvalLoader(task.val.dataset, batch_size=1, rank=rank, world_size=2),
+            batch_size=2,
+            transform=SETTINGS,
+            classes=task.classes,
+            device=CPU,
+        ).evaluate(task.model)
+        for rank in range(2)
+    ]
     assert [part["images"] for part in parts] == [2, 1]
 
 

@@ -36,7 +36,7 @@ def test_objects_are_found_and_named(baseline):
     image, labels = picture()
     found = baseline.detect(image)
     assert found["labels"].tolist() == [6, 4, 5]  # by falling brightness
-    assert (found["scores"].diff() < 0).all() and 0 < found["scores"].min() and found["scores"].max() <= 1
+    assert (found["scores"].diff() < 0).all() and found["scores"].min() > 0 and found["scores"].max() <= 1
     for label, box, mask in zip(found["labels"], found["boxes"], found["masks"]):
         y, x = torch.where(labels == label)
         assert (box - torch.stack([x.min(), y.min(), x.max() + 1, y.max() + 1])).abs().max() <= 1

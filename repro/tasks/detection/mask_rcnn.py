@@ -269,15 +269,12 @@ class Heads(RoIHeads):
         boxes, labels, matched = ([x[keep] for x, keep in zip(xs, positive, strict=True)] for xs in (proposals, labels, matched))
         masks = self._masks(features, boxes, labels, image_shapes)
         wanted = [
-            mask_targets(target["masks"], own, index, masks.shape[-1])
-            for target, own, index in zip(targets, boxes, matched, strict=True)
+            mask_targets(target["masks"], own, index, masks.shape[-1]) for target, own, index in zip(targets, boxes, matched, strict=True)
         ]
         loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(wanted), reduction="sum") / max(1, masks.numel())
         return [], {"loss_cls": loss_cls, "loss_box": loss_box, "loss_mask": loss_mask}
 
-    def _masks(
-        self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: list[tuple[int, int]]
-    ) -> Tensor:
+    def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
         """Mask logits (K, S, S), each of its box's class, fp32."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))
         return logits[torch.arange(len(logits), device=logits.device), torch.cat(labels)].float()

@@ -34,9 +34,17 @@ class Detection:
     """
 
     def __init__(
-        self, model: MaskRcnn, train: TrainLoader, val: EvalLoader, *, batch_size: int, annotations: Path,
-        category_ids: Sequence[int], device: torch.device, ranks: Ranks = Ranks(),
-    ):  # fmt: skip
+        self,
+        model: MaskRcnn,
+        train: TrainLoader,
+        val: EvalLoader,
+        *,
+        batch_size: int,
+        annotations: Path,
+        category_ids: Sequence[int],
+        device: torch.device,
+        ranks: Ranks = Ranks(),
+    ):
         self.model = self.network = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)

@@ -25,13 +25,16 @@ class VitttAdapter(BaseModule):
     """
 
     def __init__(
-        self, name: str, *, options: dict | None = None, drop_path_rate: float = 0.0, freeze_backbone: bool = False,
+        self,
+        name: str,
+        *,
+        options: dict | None = None,
+        drop_path_rate: float = 0.0,
+        freeze_backbone: bool = False,
         weights: str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
-        self.adapter = build_adapter(
-            name, options=options, features="each", drop_path_rate=drop_path_rate, freeze_backbone=freeze_backbone
-        )
+        self.adapter = build_adapter(name, options=options, features="each", drop_path_rate=drop_path_rate, freeze_backbone=freeze_backbone)
         if weights is not None:
             load_backbone(self.adapter, Path(weights))
 

@@ -33,7 +33,23 @@ except ImportError as error:  # among them: OpenCV's build for desktops without 
     raise UserError(f"segmentation needs mmsegmentation and OpenCV, and {error}: {INSTALL}") from error
 
 __all__ = [
-    "ADE20KDataset", "BaseModule", "Compose", "ConfigDict", "EncoderDecoder", "IoUMetric", "MODELS", "Pad", "PhotoMetricDistortion",
-    "PixelData", "RandomCrop", "RandomFlip", "RandomResize", "Resize", "ResizeToMultiple", "SegDataSample", "cv2", "initialize",
+    "MODELS",
+    "ADE20KDataset",
+    "BaseModule",
+    "Compose",
+    "ConfigDict",
+    "EncoderDecoder",
+    "IoUMetric",
+    "Pad",
+    "PhotoMetricDistortion",
+    "PixelData",
+    "RandomCrop",
+    "RandomFlip",
+    "RandomResize",
+    "Resize",
+    "ResizeToMultiple",
+    "SegDataSample",
+    "cv2",
+    "initialize",
     "quiet",
-]  # fmt: skip
+]

@@ -33,9 +33,17 @@ class Segmentation:
     """
 
     def __init__(
-        self, model: EncoderDecoder, train: TrainLoader, val: EvalLoader, *, batch_size: int,
-        transform: SegmentationTransformSettings, classes: tuple[str, ...], device: torch.device, ranks: Ranks = Ranks(),
-    ):  # fmt: skip
+        self,
+        model: EncoderDecoder,
+        train: TrainLoader,
+        val: EvalLoader,
+        *,
+        batch_size: int,
+        transform: SegmentationTransformSettings,
+        classes: tuple[str, ...],
+        device: torch.device,
+        ranks: Ranks = Ranks(),
+    ):
         self.model = self.network = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)

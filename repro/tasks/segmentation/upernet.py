@@ -40,17 +40,27 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
     """
     dim = backbone.embed_dim
     both = {
-        "num_classes": num_classes, "dropout_ratio": params.dropout, "ignore_index": IGNORED, "align_corners": False,
+        "num_classes": num_classes,
+        "dropout_ratio": params.dropout,
+        "ignore_index": IGNORED,
+        "align_corners": False,
         "norm_cfg": {"type": "BN"},
-    }  # fmt: skip
+    }
     decode = {
-        "type": "UPerHead", "in_channels": [dim] * 4, "in_index": [0, 1, 2, 3], "channels": params.channels,
+        "type": "UPerHead",
+        "in_channels": [dim] * 4,
+        "in_index": [0, 1, 2, 3],
+        "channels": params.channels,
         "pool_scales": params.pool_scales,
-    }  # fmt: skip
+    }
     aux = {
-        "type": "FCNHead", "in_channels": dim, "in_index": _AUX_MAP, "channels": params.aux_channels, "num_convs": 1,
+        "type": "FCNHead",
+        "in_channels": dim,
+        "in_index": _AUX_MAP,
+        "channels": params.aux_channels,
+        "num_convs": 1,
         "concat_input": False,
-    }  # fmt: skip
+    }
     loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False}
     with quiet():
         model = UperNet(

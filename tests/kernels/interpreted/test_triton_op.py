@@ -39,8 +39,7 @@ def test_bidir_and_single_directions_agree_with_the_reference(inputs):
 
     def two_calls(q, k, v, lr, *shared):
         outs = [
-            ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared), reverse=r == 1, backend="triton")
-            for r in (0, 1)
+            ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared), reverse=r == 1, backend="triton") for r in (0, 1)
         ]
         return torch.stack(outs, 2)
 
