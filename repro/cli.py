@@ -1,38 +1,45 @@
-"""The command line: collects the verbs that the stage modules declare and turns errors into one line and an exit code."""
+"""The command line: finds the verbs in the table of stages, loads the one that is called, and turns errors into one line and an exit code."""
 
-import importlib
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from .core.errors import Interrupted, RunError, UserError
+import stages
 
-# verb -> stage module; each declares `command`, whose signature and docstring are its options and help
-VERBS = {
-    "prepare-data": "prepare_data",
-    "environment": "environment",
-    "complexity": "complexity",
-    "pretrain": "pretrain",
-    "baselines": "baselines",
-    "detect": "detect",
-    "segment": "segment",
-    "ablate": "ablate",
-    "visualize": "visualize",
-    "efficiency": "efficiency",
-    "report": "report",
-    "evaluate": "evaluate",
-    "status": "status",
-    "doctor": "doctor",
-    "plan": "plan",
-    "predict": "predict",
-    "explain": "explain",
-    "export": "export",
-}
-GROUPS = {"profile": "profile", "kernels": "kernels", "data": "data", "selftest": "selftest"}
+from .core.errors import Interrupted, RunError, UserError, did_you_mean
+
+
+class Verbs(TyperGroup):
+    """The verbs by their names; a verb's module is imported when it is called or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All verbs, by purpose."""
+        table, order = stages.load_stages(), list(stages.PURPOSES)
+        return [stages.verb_of(name) for name in sorted(table, key=lambda name: (order.index(table[name].purpose), name))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb's own command, or its group of commands."""
+        name = cmd_name.replace("-", "_")
+        if name not in (known := stages.stage_names()):
+            raise UserError(f"{cmd_name}: no such verb{did_you_mean(cmd_name, map(stages.verb_of, known))}")
+        module = stages.load_module(name)
+        panel = stages.PURPOSES[module.STAGE.purpose]
+        if hasattr(module, "app"):
+            command = typer.main.get_group(module.app)
+        else:
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            alone.command()(module.command)
+            command = typer.main.get_command(alone)
+        command.name, command.rich_help_panel = cmd_name, panel
+        return command
+
 
 app = typer.Typer(
     name="repro",
+    cls=Verbs,
     help="Vision-TTT, reproduced: every table and figure is a stage, every number stands beside the paper's.",
     no_args_is_help=True,
     add_completion=False,
@@ -45,12 +52,6 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
     """Options in front of the verb."""
     if debug:
         os.environ["REPRO_DEBUG"] = "1"
-
-
-for _verb, _module in VERBS.items():
-    app.command(_verb)(importlib.import_module(f"stages.{_module}").command)
-for _verb, _module in GROUPS.items():
-    app.add_typer(importlib.import_module(f"stages.{_module}").app, name=_verb)
 
 
 def main() -> None:

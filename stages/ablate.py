@@ -18,6 +18,7 @@ from repro.core.ranks import Ranks
 from repro.core.record import read_json, write_json, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
 
+from . import Stage
 from .pretrain import ClassifierParams, PretrainParams, Trained, check_before_launch, train_one
 from .training import CellOption, GpusOption, state_folder, train_cells
 
@@ -48,6 +49,9 @@ class AblateParams(ClassifierParams):
         """The training of one seed."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(ClassifierParams)}
         return PretrainParams(**shared, seed=seed)
+
+
+STAGE = Stage(params=AblateParams, cells=True, task="classify", scores={"top1_percent": "top1", "top5_percent": "top5"})
 
 
 def command(

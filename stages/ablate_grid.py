@@ -18,10 +18,11 @@ from typing import Any
 
 from repro.core.config import load_section, params_hash, section_keys
 from repro.core.errors import Interrupted, RunError, UserError
+from repro.core.hashing import hash_files, import_closure
 from repro.core.paths import Paths
-from repro.core.record import hash_files, import_closure, read_json
+from repro.core.record import read_json
 from repro.core.runtime import Runtime, choose_device, device_slug, usable_cores
-from repro.core.table import print_table
+from repro.core.ui import print_table
 from repro.core.variants import VARIANTS
 
 from .ablate import SPEED_OPEN, STAGE, AblateParams, add_speed, train_variant

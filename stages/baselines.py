@@ -1,6 +1,8 @@
 """`repro baselines`: train the families that Vittt is compared with, by the code of `repro pretrain` (Table 1)."""
 
-from .pretrain import CellOption, GpusOption, ReplayOption, train
+from .pretrain import STAGE, CellOption, GpusOption, ReplayOption, train
+
+__all__ = ["STAGE", "command"]
 
 
 def command(cell: CellOption = None, gpus: GpusOption = None, replay_bad_step: ReplayOption = None) -> None:

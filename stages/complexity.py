@@ -14,6 +14,8 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record, write_text
 
+from . import Stage
+
 SAVED_AT = 1280  # the side at which the paper states what Vittt saves (Fig. 1)
 ADAPTER = "vit_adapter"  # the model of an adapter's rows, whose option `backbone` is what it is around
 
@@ -73,6 +75,9 @@ class ComplexityParams:
     sizes: dict[str, SizePair]
     groups: tuple[RowGroup, ...]
     adapters: AdapterRows = AdapterRows()
+
+
+STAGE = Stage(params=ComplexityParams)
 
 
 def command() -> None:

@@ -9,7 +9,11 @@ import typer
 from repro.core.errors import RunError, UserError
 from repro.core.runtime import usable_cores
 
+from . import Stage
+
 app = typer.Typer(help="Check data sets before a run.", no_args_is_help=True)
+
+STAGE = Stage(purpose="check")
 
 
 @app.callback()

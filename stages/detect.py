@@ -13,7 +13,7 @@ from repro.core.runtime import Runtime, seed_everything
 from repro.data.settings import DetectionTransformSettings
 from repro.tasks.detection.params import MaskRcnnParams
 
-from . import dense
+from . import Stage, dense
 from .training import CellOption, GpusOption, Job, device_of, fit_job, train_cells
 
 TASK = "detect"
@@ -30,6 +30,14 @@ class DetectParams(dense.DenseParams):
 
     mask_rcnn: MaskRcnnParams = MaskRcnnParams()
     transform: DetectionTransformSettings
+
+
+STAGE = Stage(
+    params=DetectParams,
+    cells=True,
+    task="detect",
+    scores={"ap_box_percent": "box AP", "ap50_box_percent": "AP50", "ap_mask_percent": "mask AP", "ap50_mask_percent": "AP50"},
+)
 
 
 def command(

@@ -19,12 +19,15 @@ from repro.core.packages import INSTALL, REINSTALL, Line, check_floors, check_ke
 from repro.core.paths import Paths, find_root
 from repro.core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
 
+from . import Stage
 from .plan import KNOWN_GB
 from .prepare_data import PrepareData
 from .profile import active
 
 WORK_GB = 5  # below this a run's checkpoints, snapshots and DVC cache do not fit; `repro plan` has the exact number
 SHM = "/dev/shm"
+
+STAGE = Stage(purpose="check")
 
 
 def command() -> None:

@@ -14,7 +14,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record, write_text
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime, torch_dtype
 
-from . import efficiency_sweep
+from . import Stage, efficiency_sweep
 
 COMPARED_AT = 1280  # the side at which the paper states speed-up and memory saved (Fig. 1)
 COLUMNS = (
@@ -90,6 +90,9 @@ class EfficiencyParams:
     warmup: int = bounded(2, ge=1)
     budget_s: float = bounded(120.0, gt=0)
     op: OpParams
+
+
+STAGE = Stage(params=EfficiencyParams)
 
 
 def command(

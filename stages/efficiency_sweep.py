@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from repro.core.errors import Interrupted, RunError, UserError
+from repro.core.hashing import hash_files, import_closure
 from repro.core.paths import Paths
-from repro.core.record import hash_files, import_closure, make_identity, read_json, versions, write_record, write_text
+from repro.core.record import make_identity, read_json, versions, write_record, write_text
 from repro.core.runtime import Runtime, choose_device, device_label, device_slug
 
 COLUMNS = (

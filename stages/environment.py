@@ -11,6 +11,10 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import versions, write_json
 from repro.core.runtime import cpu_name, gpu_names, usable_cores
 
+from . import Stage
+
+STAGE = Stage()
+
 
 def command() -> None:
     """Record the machine and the versions that benchmark numbers depend on."""

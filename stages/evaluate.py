@@ -20,6 +20,8 @@ from repro.core.record import atomic, make_identity, write_record, write_text
 from repro.core.runtime import Runtime, choose_device, device_label, device_slug, load_runtime, torch_dtype
 from repro.data.settings import TransformSettings
 
+from . import Stage
+
 LIMIT_SEED = 0  # of the images that --limit draws: the same ones for every model
 CURVE = ("image_size", "top1_percent", "top5_percent", "val_loss", "images")
 
@@ -68,6 +70,9 @@ class Subject:
     preprocessing: Mapping[str, Any]
     sizes: tuple[int, ...]
     build: Callable[[int], Any]
+
+
+STAGE = Stage(purpose="use")
 
 
 def command(

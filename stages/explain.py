@@ -12,10 +12,13 @@ from repro.core.paths import Paths, find_root
 from repro.core.runtime import choose_device, device_label, load_runtime
 from repro.data.settings import TransformSettings
 
+from . import Stage
 from .predict import pictures_in
 from .subject import field_of, open_subject, probe, snapshots_of
 
 Map = Literal["gmm", "erf", "reconstruction"]
+
+STAGE = Stage(purpose="use")
 
 
 def command(

@@ -16,6 +16,8 @@ import typer
 from repro.core.errors import RunError, UserError
 from repro.core.record import atomic, read_json, write_json
 
+from . import Stage
+
 Format = Literal["safetensors", "onnx", "torch_export"]
 SUFFIXES: dict[Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export": ".pt2"}
 # largest difference of a logit from the eager model's, as a share of the largest logit; the same code on the same weights gives 0
@@ -23,6 +25,8 @@ TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_expo
 NEEDS_EXTRA = ("onnx", "onnxscript", "onnxruntime")
 METADATA = "vision_ttt_repro"  # the key of a weights file's metadata, and of what other formats carry
 BATCHES = 1, 3  # that are compared; the graph is traced with another
+
+STAGE = Stage(purpose="use")
 
 
 def command(

@@ -16,6 +16,8 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, read_json, replace_block, versions, write_record
 from repro.core.runtime import device_label, device_slug, gpu_names
 
+from . import Stage
+
 app = typer.Typer(help="Prove and measure the Triton kernels.", no_args_is_help=True)
 DOCS, BENCH_BLOCK, RESOURCES_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources"
 NO_GPU = "measured: nothing, for want of a GPU (`repro kernels bench`)"
@@ -31,6 +33,9 @@ class Asked:
     """What a record answers: everything else is fixed in the code."""
 
     command: Literal["check", "bench", "resources"]
+
+
+STAGE = Stage(purpose="prove")
 
 
 @app.command()

@@ -14,12 +14,13 @@ import typer
 from repro.core.config import load_section, load_yaml, section_keys
 from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
-from repro.core.table import print_table
+from repro.core.ui import print_table
 from repro.report.demands import demands
 from repro.report.ledger import load_ledger
 from repro.report.sources import Results
 from repro.report.training import Rates, parse_rates
 
+from . import Stage
 from .ablate import AblateParams
 from .complexity import ADAPTER, ComplexityParams, wanted
 from .detect import DetectParams
@@ -45,6 +46,9 @@ class Row:
     basis: str
     note: str = ""
     gives: frozenset = frozenset()
+
+
+STAGE = Stage(purpose="check")
 
 
 def command(

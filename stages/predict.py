@@ -13,14 +13,18 @@ from repro.core.errors import UserError
 from repro.core.paths import find_root
 from repro.core.record import atomic, write_json
 from repro.core.runtime import choose_device, load_runtime
-from repro.core.table import print_table
+from repro.core.ui import print_table
 from repro.data.settings import DetectionTransformSettings, TransformSettings
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
 
+from . import Stage
+
 Task = Literal["classify", "detect", "segment"]
 TOP = 5
 BATCH = 32  # pictures of one size, as a classifier takes them
+
+STAGE = Stage(purpose="use")
 
 
 def command(

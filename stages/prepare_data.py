@@ -12,6 +12,8 @@ from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, load_runtime
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
 
+from . import Stage
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareData:
@@ -40,6 +42,9 @@ class PrepareData:
     def embedded(self) -> bool:
         """Whether this stage writes the data set."""
         return self.kind in ("digits", "scenes", "connect")
+
+
+STAGE = Stage(params=PrepareData, cells=True)
 
 
 def command(

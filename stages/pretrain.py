@@ -19,6 +19,7 @@ from repro.data.settings import TransformSettings
 from repro.engine.params import LoopParams, OptimParams
 from repro.tasks.params import MixParams
 
+from . import Stage
 from .training import CellOption, GpusOption, Job, Outcome, device_of, fit_job, precision_on, same_run, state_folder, train_cells
 
 
@@ -119,6 +120,8 @@ class Trained:
 
 
 ReplayOption = Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show it.")]
+
+STAGE = Stage(params=PretrainParams, cells=True, task="classify", scores={"top1_percent": "top1", "top5_percent": "top5"})
 
 
 def command(cell: CellOption = None, gpus: GpusOption = None, replay_bad_step: ReplayOption = None) -> None:

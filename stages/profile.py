@@ -11,6 +11,8 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import write_text
 
+from . import Stage
+
 app = typer.Typer(
     help="Show or choose a profile: `mini` runs on a laptop CPU in minutes, `paper` is ImageNet-1K scale.", no_args_is_help=True
 )
@@ -29,6 +31,9 @@ def active(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
 
     current = values(paths.params)
     return next((name for name in names(paths) if values(_file(paths, name)) == current), None)
+
+
+STAGE = Stage(purpose="check")
 
 
 @app.command()

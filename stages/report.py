@@ -12,7 +12,7 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import write_json, write_text
 
-from . import profile
+from . import Stage, profile
 
 # what a value of another type or form than today's leads to
 _ODD = (TypeError, ValueError, AttributeError, LookupError)
@@ -27,6 +27,9 @@ class ReportParams:
     """
 
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
+
+
+STAGE = Stage(params=ReportParams)
 
 
 def command(

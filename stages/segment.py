@@ -12,7 +12,7 @@ from repro.core.record import atomic
 from repro.core.runtime import Runtime, seed_everything
 from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
 
-from . import dense
+from . import Stage, dense
 from .training import CellOption, GpusOption, Job, device_of, fit_job, train_cells
 
 TASK = "segment"
@@ -29,6 +29,9 @@ class SegmentParams(dense.DenseParams):
 
     upernet: UperNetParams = UperNetParams()
     transform: SegmentationTransformSettings
+
+
+STAGE = Stage(params=SegmentParams, cells=True, task="segment", scores={"miou_percent": "mIoU", "aacc_percent": "pixels"})
 
 
 def command(

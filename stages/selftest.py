@@ -16,9 +16,12 @@ import typer
 
 from repro.core.errors import RunError, UserError
 
+from . import Stage
 from .selftest_lab import SAVE_EVERY, TRAIN, Failed, Jobs, Lab, Skipped, do, end_all, flip, prepare, require_kept, step_of, stop
 
 app = typer.Typer(help="Prove that this code does what it says.", no_args_is_help=True)
+
+STAGE = Stage(purpose="prove")
 
 
 @app.command()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.errors import RunError
-from repro.core.record import FIRST_PARTY
+from repro.core.hashing import FIRST_PARTY
 from repro.core.runtime import usable_cores
 
 SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"

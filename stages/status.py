@@ -9,6 +9,7 @@ from repro.core.config import load_section
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 
+from . import Stage
 from .ablate import AblateParams, run_name
 from .detect import DetectParams
 from .pretrain import PretrainParams
@@ -16,6 +17,8 @@ from .segment import SegmentParams
 from .training import state_folder
 
 TRAINED = {"pretrain": PretrainParams, "baselines": PretrainParams, "detect": DetectParams, "segment": SegmentParams}
+
+STAGE = Stage(purpose="check")
 
 
 def command() -> None:

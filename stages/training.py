@@ -14,9 +14,10 @@ import typer
 
 from repro.core.config import load_section, params_hash, section_keys
 from repro.core.errors import UserError
+from repro.core.hashing import hash_files
 from repro.core.paths import Paths, find_root
 from repro.core.ranks import Ranks, joined, launch
-from repro.core.record import hash_files, read_json, write_json
+from repro.core.record import read_json, write_json
 from repro.core.runtime import Runtime, choose_device, load_runtime
 from repro.engine.params import LoopParams
 

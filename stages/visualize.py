@@ -11,6 +11,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
 
+from . import Stage
 from .evaluate import some
 from .subject import field_of, open_subject, probe, snapshots_of
 
@@ -55,6 +56,9 @@ class VisualizeParams:
     field_images: int = bounded(ge=1)
     probes: tuple[str, ...] = ()
     probe_images: int = bounded(ge=1)
+
+
+STAGE = Stage(params=VisualizeParams)
 
 
 def command() -> None:

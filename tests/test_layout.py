@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.record import import_closure
+from repro.core.hashing import import_closure
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,8 +5,6 @@ Unknown keys, wrong types and values out of range are a `UserError` that names t
 """
 
 import dataclasses
-import difflib
-import hashlib
 import json
 import math
 import re
@@ -18,7 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from .errors import UserError
+from .errors import UserError, did_you_mean
+from .hashing import short_hash
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,7 +82,7 @@ def build(cls: type, data: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in data:
         if key not in fields:
-            raise UserError(f"{where}.{key}: unknown key{_did_you_mean(str(key), fields)}")
+            raise UserError(f"{where}.{key}: unknown key{did_you_mean(str(key), fields)}")
     values = {}
     for name, field in fields.items():
         key_path = f"{where}.{name}"
@@ -106,7 +105,7 @@ def load_section(cls: type, params_path: Path, *keys: str) -> Any:
         where.append(key)
         if not isinstance(data, Mapping) or key not in data:
             present = data if isinstance(data, Mapping) else {}
-            raise UserError(f"{params_path}: {'.'.join(where)}: no such section{_did_you_mean(key, present)}")
+            raise UserError(f"{params_path}: {'.'.join(where)}: no such section{did_you_mean(key, present)}")
         data = data[key]
     return build(cls, data, ".".join(keys))
 
@@ -123,7 +122,7 @@ def section_keys(params_path: Path, section: str) -> list[str]:
 def params_hash(config: Any) -> str:
     """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON."""
     text = json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return short_hash(text)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -140,7 +139,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if value in args and type(value) in {type(a) for a in args}:
             return value
-        raise UserError(f"{where}: {_show(value)} is not one of {', '.join(map(str, args))}{_did_you_mean(str(value), args)}")
+        raise UserError(f"{where}: {_show(value)} is not one of {', '.join(map(str, args))}{did_you_mean(str(value), args)}")
     if origin is tuple:
         if not isinstance(value, list):
             raise UserError(f"{where}: expected a list, got {_show(value)}")
@@ -177,11 +176,3 @@ def _check_range(metadata: Mapping, value: Any, where: str) -> None:
 
 def _show(value: Any) -> str:
     return f"{type(value).__name__} {value!r}" if value is not None else "nothing (null)"
-
-
-def _did_you_mean(key: str, known: Any) -> str:
-    names = [str(k) for k in known]
-    close = difflib.get_close_matches(key, names, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(names)}" if names else ""

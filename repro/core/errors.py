@@ -1,5 +1,10 @@
 """Errors that end a command with one line and a documented exit code."""
 
+import difflib
+from collections.abc import Iterable
+
+MOST_LISTED = 40
+
 
 class UserError(Exception):
     """The user's mistake: bad parameters, missing data, a wrong file. One line, exit code 2."""
@@ -24,3 +29,12 @@ class Interrupted(Exception):
     def __init__(self, signum: int, where: str):
         super().__init__(f"stopped by signal {signum}; {where}; the same command continues")
         self.exit_code = 128 + signum
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """The end of an error line about an unknown name: `; did you mean 'vim'?`, or `; known: ...` where none of a few is close."""
+    names = [str(each) for each in known]
+    close = difflib.get_close_matches(str(name), names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= MOST_LISTED else ""

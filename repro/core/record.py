@@ -4,10 +4,8 @@
 go to `run.json`, which no stage depends on.
 """
 
-import ast
 import contextlib
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -21,8 +19,8 @@ from typing import Any
 
 from .config import params_hash
 from .errors import UserError
+from .hashing import hash_code, hash_file
 
-FIRST_PARTY = ("repro", "kernels", "stages")
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy")
 
 
@@ -111,10 +109,10 @@ def make_identity(
         backend: which implementation of the kernels ran.
     """
     return {
-        "code": hash_files(root, import_closure(root, code)),
+        "code": hash_code(root, code),
         "parent_commit": _parent_commit(root),
         "params": params_hash(config),
-        "data_manifest": hashlib.sha256(data_manifest.read_bytes()).hexdigest()[:16] if data_manifest else None,
+        "data_manifest": hash_file(data_manifest) if data_manifest else None,
         "device": device,
         "dtype": dtype,
         "backend": backend,
@@ -130,64 +128,6 @@ def versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return found
-
-
-def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
-    """First-party source files that the given modules import, directly or not, as sorted paths relative to `root`.
-
-    Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and includes
-    each package's `__init__.py` on the way, since Python runs it. dvc.yaml lists exactly this set for each stage.
-    """
-    seen: set[str] = set()
-    todo = list(modules)
-    while todo:
-        module = todo.pop()
-        for name in _with_parents(module):
-            path = _source_of(root, name)
-            if path is None or path in seen:
-                continue
-            seen.add(path)
-            package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
-            todo.extend(_imports(root / path, package))
-    return sorted(seen)
-
-
-def hash_files(root: Path, files: Iterable[str]) -> str:
-    """First 16 hex digits of the SHA-256 over the files' names and contents."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(name.encode() + b"\0" + hashlib.sha256((root / name).read_bytes()).digest())
-    return digest.hexdigest()[:16]
-
-
-def _with_parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _source_of(root: Path, module: str) -> str | None:
-    if module.split(".")[0] not in FIRST_PARTY:
-        return None
-    base = module.replace(".", "/")
-    for candidate in (f"{base}/__init__.py", f"{base}.py"):
-        if (root / candidate).is_file():
-            return candidate
-    return None
-
-
-def _imports(path: Path, package: str) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
-        if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            found.append(base)
-            found.extend(f"{base}.{alias.name}" for alias in node.names)  # `from package import module`
     return found
 
 

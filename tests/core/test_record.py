@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from repro.core.errors import UserError
-from repro.core.record import atomic, hash_files, import_closure, make_identity, read_json, write_json, write_record, write_text
+from repro.core.hashing import hash_files, import_closure
+from repro.core.record import atomic, make_identity, read_json, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
 
 

@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
-from repro.core.record import FIRST_PARTY, import_closure
+from repro.core.hashing import FIRST_PARTY, import_closure
 
 ROOT = Path(__file__).parents[2]
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]

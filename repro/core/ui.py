@@ -1,0 +1,119 @@
+"""What a person sees while a command works and when it ends: one progress display, one table. Rich on a terminal, plain text elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+QUIET_S = 2.0  # shorter work shows nothing
+LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """A bar on a terminal, a line now and then in a log; a context manager.
+
+    Args:
+        label: what is being done.
+        total: how many units there are.
+        done: units that were finished before.
+        unit: what is counted, e.g. `images`; it stands in the lines of a log.
+        log: takes the lines of a log; None prints them on stderr.
+        every_s: seconds between two lines of a log; 0 writes one at every update.
+        shown: False shows nothing, as on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        done: int = 0,
+        unit: str = "",
+        log: Callable[[str], None] | None = None,
+        every_s: float = LINE_EVERY_S,
+        shown: bool = True,
+    ):
+        self.label, self.total, self.done, self.unit, self.every_s, self.shown = label, total, done, unit, every_s, shown
+        self._log = log or (lambda line: print(line, file=sys.stderr, flush=True))
+        self._first = done
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        self._started = self._now = time.monotonic()
+        self._next_line = self._started + (QUIET_S if self.every_s else 0.0)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def rate(self) -> float:
+        """Units per second until the last update."""
+        return (self.done - self._first) / max(self._now - self._started, 1e-9)
+
+    def update(self, done: int, text: str = "") -> None:
+        """Show that `done` units are finished, with `text` beside the count."""
+        self.done, self._now = done, time.monotonic()
+        if not self.shown or self._now < self._next_line:
+            return
+        if sys.stderr.isatty():
+            self._show_bar(text)
+        elif self.every_s == 0:
+            self._log(f"{self.label} {done}/{self.total}" + (f", {text}" if text else ""))
+        elif done < self.total:
+            self._next_line = self._now + self.every_s
+            speed = f", {self.rate:,.0f} {self.unit}/s" if self.unit and self.rate >= 1 else ""
+            left = f", {(self.total - done) / self.rate:.0f} s left" if self.rate else ""
+            unit = f" {self.unit}" if self.unit else ""
+            self._log(f"{self.label}: {done:,} of {self.total:,}{unit}{speed}{left}" + (f", {text}" if text else ""))
+
+    def print(self, line: str) -> None:
+        """Print a line that stays, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        elif self.shown:
+            self._log(line)
+
+    def _show_bar(self, text: str) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task(self.label, total=self.total, completed=self._first)
+            self._bar.start()
+        description = f"{self.label}, {text}" if text else self.label
+        self._bar.update(self._bar.task_ids[0], completed=self.done, description=description.replace("[", r"\["))
+
+
+def track(items: Sequence[Any] | Iterable[Any], label: str, total: int | None = None, unit: str = "") -> Iterator[Any]:
+    """The items, with their progress shown; `total` where they have no length."""
+    with Progress(label, len(items) if total is None else total, unit=unit) as progress:
+        for number, item in enumerate(items, 1):
+            yield item
+            progress.update(number)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print `rows`, one string per column of `header`; in a pipe or a log as aligned plain text, in which nothing is cut or wrapped.
+
+    The first column, a name or a command to copy, is never broken.
+    """
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*header)
+        for column in table.columns:
+            column.overflow = "fold"  # and never an ellipsis
+        table.columns[0].no_wrap = True
+        for row in rows:
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))  # else [design=dual] would be taken for markup
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
