@@ -109,10 +109,10 @@ def make_identity(
         backend: which implementation of the kernels ran.
     """
     return {
-        "code": hash_code(root, code),
+        "code_hash": hash_code(root, code),
         "parent_commit": _parent_commit(root),
-        "params": params_hash(config),
-        "data_manifest": hash_file(data_manifest) if data_manifest else None,
+        "params_hash": params_hash(config),
+        "data_manifest_hash": hash_file(data_manifest) if data_manifest else None,
         "device": device,
         "dtype": dtype,
         "backend": backend,
