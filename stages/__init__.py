@@ -8,8 +8,13 @@ Stage modules import nothing heavy, so that `repro --help` answers at once and `
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+import typer
+
+CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; all of them without it.")]
+GpusOption = Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")]
 
 # the headings under which the verbs are listed, in this order
 PURPOSES = {"graph": "Stages of the pipeline", "use": "Use a trained model", "check": "Before and between runs", "prove": "Proof"}
@@ -23,24 +28,29 @@ class Stage:
         purpose: the heading under which the verb is listed; `graph` for the stages of dvc.yaml.
         params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
-        task: of a stage that trains, the name of its task in `repro.tasks`.
-        scores: keys of the records' metrics that say how good a model is -> what the report calls them.
+        task: of a stage that trains, its task.
         cost: what `repro plan` charges: (planner, params or {cell: params}) -> rows, see `repro.planning`; None where it costs nothing.
-        entries: params (of a cell) -> modules beside the stage's own whose sources determine its results, e.g. the model family's.
+        models: params (of a cell) -> the names of the models on whose sources its results depend.
+        files: patterns of other files than modules on which its results depend, from the checkout's root.
     """
 
     purpose: Literal["graph", "use", "check", "prove"] = "graph"
     params: type | None = None
     cells: bool = False
-    task: str | None = None
-    scores: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    task: Any = None
     cost: Callable[[Any, Any], list[Any]] | None = None
-    entries: Callable[[Any], list[str]] | None = None
+    models: Callable[[Any], Iterable[str]] = lambda params: ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def scores(self) -> Mapping[str, str]:
+        """The keys of its records' metrics that say how good a model is -> what the report calls them."""
+        return self.task.scores if self.task else {}
 
 
 def stage_names() -> list[str]:
     """The names of all stages, which are those of their modules, in alphabetical order."""
-    library = ("training", "dense", "subject", "ablate_grid", "efficiency_sweep", "selftest_lab")
+    library = ("subject", "efficiency_sweep", "selftest_lab")
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in library]
 
 

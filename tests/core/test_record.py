@@ -163,5 +163,5 @@ def test_identity_holds_what_explains_a_number(checkout):
     assert base["versions"]["python"] == sys.version.split()[0]
     assert identity() == base
     manifest.write_text("{ }")
-    assert identity()["data_manifest_hash"] != base["data_manifest"]
+    assert identity()["data_manifest_hash"] != base["data_manifest_hash"]
     assert identity(data_manifest=None)["data_manifest_hash"] is None

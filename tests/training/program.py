@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from repro.core.ranks import joined
 from repro.data.loader import TrainOrder
-from repro.engine.checkpoint import Checkpointer
-from repro.engine.loop import fit
-from repro.engine.params import LoopParams, OptimParams
-from repro.engine.watch import Watch
 from repro.models.registry import build_model
+from repro.training.checkpoint import Checkpointer
+from repro.training.loop import fit
+from repro.training.params import LoopParams, OptimParams
+from repro.training.watch import Watch
 
 BATCH, STEPS = 64, 5
 
@@ -22,7 +22,7 @@ class Task:
 
     def __init__(self, ranks):
         torch.manual_seed(0)
-        self.model = self.network = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2).double()
+        self.model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2).double()
         self.ranks, self.losses, self.gradients = ranks, [], None
         self.order = TrainOrder(BATCH * STEPS, ranks.share(BATCH, "batch"), 0, ranks.rank, ranks.world_size)
 
@@ -39,8 +39,8 @@ class Task:
     def split(self, batch, parts):
         return list(zip(*(x.chunk(parts) for x in batch), strict=True))
 
-    def loss(self, batch):
-        loss = F.cross_entropy(self.network(batch[0]), batch[1])
+    def loss(self, network, batch):
+        loss = F.cross_entropy(network(batch[0]), batch[1])
         self.losses.append(self.ranks.sum([loss.item()])[0] / self.ranks.world_size)
         return {"loss": loss}
 

@@ -1,5 +1,6 @@
 """The resolved recipe of a classification run, and where it departs from the paper's: printed and recorded at the start."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ RECIPE: dict[str, dict[str, Any]] = {
         "optim.layer_decay": None,
         "drop_path": 0.1,
         "ema_decay": None,
-        "seed": 0,
+        "seeds": (0,),
         "mix.label_smoothing": 0.1,
         "transform.interpolation": "bicubic",
         "transform.crop_pct": 0.875,
@@ -61,6 +62,19 @@ RECIPE: dict[str, dict[str, Any]] = {
     BESIDE: {"transform.color_jitter": None},
 }
 DROP_PATH_BASE = 0.4  # ViT3-B's; this project's choice, as profiles/paper.yaml says
+
+
+def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What recipe.json holds of a classifier's training, and the same for people.
+
+    Args:
+        params: the cell, with one seed.
+        facts: the further arguments of `resolve`.
+    """
+    asked = dataclasses.asdict(params)
+    resolved = resolve(asked, **facts)
+    departs = departures(asked, resolved)
+    return {"recipe": resolved, "departures_from_the_paper": departs}, lines(resolved, departs)
 
 
 def resolve(
@@ -80,11 +94,13 @@ def resolve(
     optim, batch, made = params["optim"], params["batch_size"], world_size * micro_batch * accumulate
     if made != batch:
         raise ValueError(f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {made}")
-    per_epoch = train_images // batch  # what fills no batch is left out, another remainder in each epoch
+    # images that fill no batch are left out, other ones in each epoch
+    per_epoch = params.get("steps_per_epoch") or train_images // batch
     total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
     peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
     resolved = {
-        **{name: params[name] for name in ("model", "options", "drop_path", "seed", "epochs", "mix", "transform")},
+        **{name: params[name] for name in ("model", "options", "drop_path", "epochs", "mix", "transform")},
+        "seed": params["seeds"][0],
         "data": {"cell": params["data"], "train_images": train_images},
         "batch": {"total": batch, "world_size": world_size, "micro_batch": micro_batch, "accumulate": accumulate},
         "steps": {"per_epoch": per_epoch, "warmup": warmup, "total": total},
@@ -95,6 +111,7 @@ def resolve(
             **{name: optim[name] for name in ("betas", "eps", "weight_decay", "clip_grad_norm")},
             "exempt_from_weight_decay": "1-D parameters, biases, and what the model's no_weight_decay() names",
         },
+        "init": params.get("init"),
         "ema_decay": params.get("ema_decay"),
         "precision": {"dtype": dtype, "device": device, "backend": backend},
         "inactive": _inactive(params),
@@ -117,6 +134,8 @@ def departures(params: Mapping, resolved: Mapping) -> list[str]:
     images, dtype = resolved["data"]["train_images"], resolved["precision"]["dtype"]
     if not params["data"].startswith("imagenet") or images != TRAIN_IMAGES:
         found.append(f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})")
+    if params.get("init"):
+        found.append(f"init: {params['init']['weights']}, the paper has random weights")
     if dtype not in ("fp16", "bf16"):
         found.append(f"precision: {dtype}, {SWIN.format('fp16 autocast')}")
     compared, stated = dict(ours), ours["optim.lr_batch_size"]

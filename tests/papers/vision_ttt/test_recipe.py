@@ -10,12 +10,12 @@ from timm.data import create_transform
 from torch import nn
 
 from repro.core.config import load_section
-from repro.engine.optim import build_optimizer, build_schedule
-from repro.engine.params import OptimParams
-from repro.tasks.recipe import departures, lines, resolve
-from stages.pretrain import PretrainParams
+from repro.papers.vision_ttt.recipe import departures, lines, resolve
+from repro.tasks.classification.params import ClassifierParams
+from repro.training.optim import build_optimizer, build_schedule
+from repro.training.params import OptimParams
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMAGENET = 1281167
 PAPER_CELLS = ["vittt_tiny_imagenet", "vittt_small_imagenet", "vittt_base_imagenet"]
 SIZES = "vittt_tiny_patch16_224, vittt_small_patch16_224, vittt_base_patch16_224"
@@ -23,7 +23,7 @@ SILENT = ", which the paper does not state"
 
 
 def cell(name="vittt_tiny_imagenet", profile="paper"):
-    return dataclasses.asdict(load_section(PretrainParams, ROOT / "profiles" / f"{profile}.yaml", "pretrain", name))
+    return dataclasses.asdict(load_section(ClassifierParams, ROOT / "profiles" / f"{profile}.yaml", "pretrain", name))
 
 
 def change(params, changes):
@@ -154,7 +154,7 @@ SINGLE = [
     ("options.w0", "frozen", "frozen, the paper has per_direction (and varies it in its ablations)"),
     ("options.depth", 6, "6, the paper has the model's own"),
     ("data", "digits", "digits (1,281,167 training images), the paper has ImageNet-1K (1,281,167)"),
-    ("seed", 3, f"3, Swin's default is 0{SILENT}"),
+    ("seeds", (3,), f"[3], Swin's default is [0]{SILENT}"),
     ("epochs", 60, "60, the paper has 300"),
     ("batch_size", 512, "512, the paper has 1024"),
     ("drop_path", 0.2, f"0.2, Swin's default is 0.1{SILENT}"),
@@ -273,7 +273,7 @@ def test_printed_lines():
 
 
 def test_printed_departures():
-    params = change(cell(), {"epochs": 60, "seed": 1, "options.design": "conv1d"})
+    params = change(cell(), {"epochs": 60, "seeds": (1,), "options.design": "conv1d"})
     recipe = resolved(params)
     printed = lines(recipe, departures(params, recipe))
     assert "model          vittt_tiny_patch16_224, design conv1d, drop path 0.1" in printed

@@ -1,4 +1,4 @@
-"""Image classification: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
+"""Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -8,26 +8,26 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
-from ..core.ranks import Ranks
-from ..data.imagenet import Batch, ToInput
-from ..data.loader import EvalLoader, TrainLoader
-from ..data.settings import TransformSettings
+from ...core.ranks import Ranks
+from ...data.imagenet import Batch, ToInput
+from ...data.loader import EvalLoader, TrainLoader
+from ...data.settings import TransformSettings
 from .params import MixParams
 
 
 class Classification:
-    """The engine's task: see `repro.engine.loop.Task`.
+    """The engine's task: see `repro.training.loop.Task`.
 
     Args:
         model: images (B, 3, H, W) -> logits (B, num_classes).
-        train: training batches.
-        val: validation batches, every sample once.
-        batch_size: images per step, of all ranks together.
-        transform: how batches become inputs of the model.
-        mix: softening of the targets; a mixed batch must be even.
-        num_classes: classes of the data set.
-        device: where the model lies.
-        ranks: the processes that train together; the loaders give this one's share.
+        train: the training batches of this rank.
+        val: the validation batches of this rank, every sample once.
+        batch_size: images per step, over all ranks together.
+        transform: makes inputs of the model from batches.
+        mix: softens the targets; a mixed batch must be even.
+        num_classes: number of classes of the data set.
+        device: the device of the model.
+        ranks: the processes that train together.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Classification:
         device: torch.device,
         ranks: Ranks = Ranks(),
     ):
-        self.model = self.network = model
+        self.model = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
         self.train_input, self.eval_input = ToInput(transform, device, training=True), ToInput(transform, device)
@@ -63,20 +63,20 @@ class Classification:
         """The batches of an epoch from number `start` on."""
         return self.train.batches(epoch, start)
 
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy with softened targets."""
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
         if self.mixup is None:
-            return {"loss": F.cross_entropy(self.network(images).float(), targets, label_smoothing=self.label_smoothing)}
+            return {"loss": F.cross_entropy(network(images).float(), targets, label_smoothing=self.label_smoothing)}
         images, soft = self.mixup(images, targets)
-        return {"loss": F.cross_entropy(self.network(images).float(), soft)}
+        return {"loss": F.cross_entropy(network(images).float(), soft)}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """A batch in equal parts; each is mixed within itself."""
         return list(zip(*(t.chunk(parts) for t in batch), strict=True))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Top-1 and top-5 in percent and the plain cross-entropy, over the whole validation split, whatever the ranks."""
+        """Top-1 and top-5 in percent and the plain cross-entropy over the whole validation split, whatever the number of ranks."""
         return accuracy(model, self.val, self.eval_input, self.ranks)
 
     def describe(self, epoch: int, number: int) -> list[str]:
@@ -84,7 +84,7 @@ class Classification:
         return self.train.files(epoch, number)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        """For each layer that learns at test time: the loss of its inner learner, mean and largest over the tokens, by direction."""
+        """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""
         found: dict[str, Any] = {}
 
         def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -111,12 +111,12 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
 
     Args:
         model: inputs (B, 3, H, W) -> logits (B, num_classes).
-        batches: images and integer targets; on several ranks each one's share.
-        to_input: images -> inputs, where the model lies.
-        ranks: over which the counts are added up.
+        batches: images and integer targets; on several ranks each rank's share.
+        to_input: images -> inputs on the model's device.
+        ranks: the counts are added up over these.
 
     Returns:
-        `val_loss`, `top1_percent`, `top5_percent` and `images`, the number of images seen.
+        `val_loss`, `top1_percent`, `top5_percent` and `val_images`, the number of images seen.
     """
     loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:
@@ -132,5 +132,5 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
         "val_loss": loss / images_seen,
         "top1_percent": 100 * top1 / images_seen,
         "top5_percent": 100 * top5 / images_seen,
-        "images": int(images_seen),
+        "val_images": int(images_seen),
     }

@@ -1,4 +1,4 @@
-"""What a run says about itself while it trains: a JSON line per step, TensorBoard events, and the means of every few steps."""
+"""What a run reports while it trains: a JSON line per step, TensorBoard events, and the means of every few steps."""
 
 import contextlib
 import importlib.util
@@ -194,6 +194,19 @@ class Watch:
         if self.device.type == "cuda":
             found["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return found
+
+
+def format_window(window: dict[str, float]) -> str:
+    """The means of a window, see `Watch.step`, as a line of progress."""
+    parts = [f"loss {window['loss']:.4f}" if "loss" in window else "no finite loss"]
+    parts.append(f"{window['img_per_s']:.0f} img/s, waited {window['data_wait_percent']:.0f} % for data")
+    if window["skip_rate_percent"]:
+        parts.append(f"{window['skip_rate_percent']:.0f} % of the steps skipped")
+    if "mfu_percent" in window:
+        parts.append(f"{window['mfu_percent']:.0f} % of the peak")
+    if "peak_memory_mib" in window:
+        parts.append(f"{window['peak_memory_mib']:.0f} MiB")
+    return ", ".join(parts)
 
 
 def _reopen(path: Path, step: int) -> BinaryIO:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro.core.errors import UserError
-from repro.engine.checkpoint import Checkpointer
+from repro.training.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from repro.engine.checkpoint import Checkpointer
+from repro.training.checkpoint import Checkpointer
 checkpointer = Checkpointer(Path(sys.argv[1]))
 checkpointer.save(1, {"x": torch.zeros(10)})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

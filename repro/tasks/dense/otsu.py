@@ -1,4 +1,4 @@
-"""A baseline without learning: objects are what is bright, each of the class of the most similar example."""
+"""A baseline without learning: bright regions are objects, and each gets the class of the most similar example."""
 
 from collections.abc import Iterable
 
@@ -9,16 +9,16 @@ from scipy import ndimage
 from torch import Tensor
 
 _BLUR = 1.0  # pixels
-_FAINTEST = 8.0  # grey levels above the darkest pixel; less is noise
+_FAINTEST = 8.0  # grey levels above the darkest pixel; anything less is noise
 _SMALLEST = 40  # area of an object in pixels
-_SIDE = 8  # of what shapes are compared at
+_SIDE = 8  # cells across the grid on which shapes are compared
 
 
-class Threshold:
-    """Otsu's threshold on the grey level, once more on what is above it (textures lie between), components, the nearest example.
+class OtsuBaseline:
+    """Otsu's threshold on the grey level, taken again above itself since textures lie between; components; the nearest example.
 
     Args:
-        examples: masks (H, W) of training objects, anything that is true inside, and the class of each.
+        examples: masks (H, W) of training objects, nonzero inside, and the class of each.
     """
 
     def __init__(self, examples: Iterable[tuple[Tensor, int]]):
@@ -27,11 +27,11 @@ class Threshold:
         self._labels = np.array(labels)
 
     def detect(self, image: Tensor) -> dict[str, Tensor]:
-        """The objects of an image, uint8 (3, H, W), as Mask R-CNN would give them.
+        """Find the objects of an image, uint8 (3, H, W), in Mask R-CNN's output format.
 
         Returns:
             `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool. The score is the mean brightness of
-            the object, of at most 1, times the cosine similarity with the nearest example.
+            the object, at most 1, times the cosine similarity with the nearest example.
         """
         grey = ndimage.gaussian_filter(image.float().mean(0).numpy(), _BLUR)
         threshold = _otsu(grey[grey > _otsu(grey)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from repro.core.errors import RunError, UserError
-from repro.engine.watch import Watch
+from repro.training.watch import Watch
 
 
 class Clock:

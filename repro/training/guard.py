@@ -1,7 +1,7 @@
-"""What becomes of a step whose loss or gradient is not finite, after too many in a row: it is explained.
+"""Too many steps in a row whose loss or gradient is not finite end a run, and the last one is explained.
 
-The dump holds what is needed to run the step again (weights, generators, which batch) and what was seen: statistics of every
-layer's output and every parameter's gradient, and what the task has to say of its own, like the inner losses of TTT layers.
+The dump holds what is needed to run the step again (weights, random states, the batch's place) and what was seen: statistics of
+every layer's output and every parameter's gradient, and what the task adds, like the inner losses of TTT layers.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Guard:
     folder: Path
 
     def remember(self) -> None:
-        """Before a step: the generators' states, with which it could be run again."""
+        """Keep the random states before a step, with which the step can be run again."""
         self._rng = rng_state()
 
     def dump(
@@ -53,11 +53,11 @@ class Guard:
         """Write `bad_step_<step>.pt` and end the run.
 
         Args:
-            task: see `repro.engine.loop.Task`.
-            batch: this rank's, of the step.
-            in_a_row: how many steps were not finite up to it.
-            step: its number, from 1. epoch, number: of the batch within the epoch.
-            autocast: gives a context manager, as in training. accumulate, scale: parts of the batch, and the loss scale, likewise.
+            task: see `repro.training.loop.Task`.
+            batch: this rank's batch of the step.
+            in_a_row: how many steps up to this one were not finite.
+            step: the step's number, from 1. epoch, number: the batch's place.
+            autocast, accumulate, scale: as in training: the precision's context manager, the parts of a batch, the loss scale.
 
         Raises:
             RunError: always.
@@ -74,35 +74,35 @@ class Guard:
             with atomic(path) as temporary:
                 temporary.write_bytes(buffer.getbuffer())
         raise RunError(
-            f"step {step}: loss or gradient not finite, {in_a_row} steps in a row; the last is in {path}: "
+            f"step {step}: loss or gradient not finite, {in_a_row} steps in a row; the last one is in {path}: "
             f"`repro pretrain --replay-bad-step {path}` runs it again"
         )
 
 
 def load_dump(path: Path) -> dict[str, Any]:
-    """What `Guard.dump` wrote.
+    """Read what `Guard.dump` wrote.
 
     Raises:
-        UserError: no such file, or not one of these.
+        UserError: no such file, or not a dump.
     """
     try:
         dump = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # whatever unpickling a damaged file may raise
-        raise UserError(f"{path}: is no dump of a bad step: {' '.join(str(error).split())[:200]}") from None
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise UserError(f"{path}: not a dump of a bad step: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(dump, dict) or not dump.keys() >= _KEYS:
-        raise UserError(f"{path}: is no dump of a bad step")
+        raise UserError(f"{path}: not a dump of a bad step")
     return dump
 
 
 def diagnose(task: Any, batch: Any, autocast: Callable[[], Any], accumulate: int = 1, scale: float = 1.0) -> dict[str, Any]:
-    """Run a batch forward and backward on the bare model, cut and scaled as in training, and say what every layer gave, in order.
+    """Run a batch forward and backward on the model, cut and scaled as in training, and report every layer's output in order.
 
     Returns:
-        Of the first part that is not finite, else of the last: {part, loss, outputs {module: {absmax, mean, not_finite}},
-        gradients {parameter: the same}, first_not_finite, own}: absmax and mean over the finite elements, `own` what
-        `task.inspect(batch)` returns. The weights are left as they are.
+        For the first part that is not finite, else for the last one: {part, loss, outputs {module: {absmax, mean, not_finite}},
+        gradients {parameter: the same}, first_not_finite, own}: absmax and mean over the finite elements, `own`
+        is what `task.inspect(batch)` returns. The weights stay as they are.
     """
     for part, piece in enumerate(task.split(batch, accumulate), 1):
         found = {"part": part, **_diagnose_part(task, piece, autocast, scale / accumulate)}
@@ -122,15 +122,13 @@ def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: fl
 
     parameters = {name: p for name, p in task.model.named_parameters() if p.requires_grad}
     hooks = [module.register_forward_hook(note) for module in names]
-    network, task.network = task.network, task.model  # not the parallel one: the other ranks may be elsewhere
     try:
         # code that torch.compile made before the hooks were there does not call them
         with torch.compiler.set_stance("force_eager"):
             with autocast():
-                loss = task.loss(piece)["loss"]
+                loss = task.loss(task.model, piece)["loss"]  # not its parallel wrapper: the other ranks may be elsewhere
             gradients = torch.autograd.grad(loss * scale, [*parameters.values()], allow_unused=True)
     finally:
-        task.network = network
         for hook in hooks:
             hook.remove()
     return {
@@ -142,7 +140,7 @@ def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: fl
 
 
 def summary(x: Tensor) -> dict[str, float]:
-    """The largest magnitude and the mean of the finite elements, and how many are not."""
+    """The largest magnitude and the mean of the finite elements, and the number of the others."""
     x = x.detach().double()
     finite = x[x.isfinite()]
     many = finite.numel()

@@ -4,7 +4,6 @@ The file's name carries its step and a checksum of its content, so that a half-w
 it is loaded. Everything is loaded with `weights_only=True`.
 """
 
-import hashlib
 import io
 import os
 import random
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from ..core.errors import RunError, UserError
+from ..core.hashing import short_hash
 from ..core.record import atomic
 
 _NAME = re.compile(r"^step_(\d{9})\.([0-9a-f]{16})\.pt$")
@@ -43,7 +43,7 @@ class Checkpointer:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         content = buffer.getbuffer()
-        digest = hashlib.sha256(content).hexdigest()[:16]
+        digest = short_hash(content)
         try:
             with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
                 temporary.write_bytes(content)
@@ -64,7 +64,7 @@ class Checkpointer:
         files, damaged = self._files(), []
         for step, path in files:
             content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest()[:16] != _NAME.match(path.name)[2]:
+            if short_hash(content) != _NAME.match(path.name)[2]:
                 self.log(f"{path}: damaged (its checksum differs); passing over it")
                 damaged.append(path)
                 continue
