@@ -17,6 +17,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.ranks import Ranks
 from repro.core.record import read_json, write_json, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
+from repro.planning import costs
 
 from . import Stage
 from .pretrain import ClassifierParams, PretrainParams, Trained, check_before_launch, train_one
@@ -51,7 +52,13 @@ class AblateParams(ClassifierParams):
         return PretrainParams(**shared, seed=seed)
 
 
-STAGE = Stage(params=AblateParams, cells=True, task="classify", scores={"top1_percent": "top1", "top5_percent": "top5"})
+STAGE = Stage(
+    params=AblateParams,
+    cells=True,
+    task="classify",
+    scores={"top1_percent": "top1", "top5_percent": "top5"},
+    cost=costs.charge_classification,
+)
 
 
 def command(
@@ -179,8 +186,8 @@ def add_speed(params: AblateParams, runtime: Runtime, folder: Path) -> None:
         spec = RowSpec(
             model=params.model,
             options=params.options,
-            resolution=(side, side),
-            batch=batch,
+            image_size=(side, side),
+            batch_size=batch,
             dtype=SPEED_DTYPE[device],
             device=device,
             threads=runtime.threads,

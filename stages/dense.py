@@ -76,6 +76,11 @@ class DenseParams:
         if stated is not None and (len(stated) < 16 or set(stated.lower()) - set("0123456789abcdef")):
             raise ValueError(f"weights_sha256: {stated!r}, expected 16 hex digits or more")
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Read by `repro plan`; a field of every training cell to come."""
+        return (self.seed,)
+
 
 def options_given(random: bool, epochs: int | None) -> list[str]:
     """The command line's options again."""

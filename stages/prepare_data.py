@@ -11,6 +11,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, load_runtime
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
+from repro.planning import costs
 
 from . import Stage
 
@@ -44,7 +45,7 @@ class PrepareData:
         return self.kind in ("digits", "scenes", "connect")
 
 
-STAGE = Stage(params=PrepareData, cells=True)
+STAGE = Stage(params=PrepareData, cells=True, cost=costs.charge_data)
 
 
 def command(

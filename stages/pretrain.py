@@ -17,6 +17,7 @@ from repro.core.record import make_identity, write_json, write_record
 from repro.core.runtime import Runtime, device_label, device_slug, load_runtime, seed_everything, torch_dtype
 from repro.data.settings import TransformSettings
 from repro.engine.params import LoopParams, OptimParams
+from repro.planning import costs
 from repro.tasks.params import MixParams
 
 from . import Stage
@@ -56,6 +57,7 @@ class ClassifierParams:
     optim: OptimParams
     mix: MixParams
     transform: TransformSettings
+    steps_per_epoch, snapshot_epochs = None, ()  # read by `repro plan`; fields of every training cell to come
 
     def __post_init__(self) -> None:
         if self.batch_size % 2 and (self.mix.mixup or self.mix.cutmix):
@@ -84,6 +86,11 @@ class PretrainParams(ClassifierParams):
         late = [epoch for epoch in self.snapshot_epochs if epoch > self.epochs]
         if late:
             raise ValueError(f"snapshot_epochs: {late[0]} is after the last epoch, {self.epochs}")
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Read by `repro plan`; a field of every training cell to come."""
+        return (self.seed,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +128,13 @@ class Trained:
 
 ReplayOption = Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show it.")]
 
-STAGE = Stage(params=PretrainParams, cells=True, task="classify", scores={"top1_percent": "top1", "top5_percent": "top5"})
+STAGE = Stage(
+    params=PretrainParams,
+    cells=True,
+    task="classify",
+    scores={"top1_percent": "top1", "top5_percent": "top5"},
+    cost=costs.charge_classification,
+)
 
 
 def command(cell: CellOption = None, gpus: GpusOption = None, replay_bad_step: ReplayOption = None) -> None:

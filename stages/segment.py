@@ -10,6 +10,7 @@ from repro.core.paths import Paths
 from repro.core.ranks import Ranks
 from repro.core.record import atomic
 from repro.core.runtime import Runtime, seed_everything
+from repro.planning import costs
 from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
 
 from . import Stage, dense
@@ -31,7 +32,13 @@ class SegmentParams(dense.DenseParams):
     transform: SegmentationTransformSettings
 
 
-STAGE = Stage(params=SegmentParams, cells=True, task="segment", scores={"miou_percent": "mIoU", "aacc_percent": "pixels"})
+STAGE = Stage(
+    params=SegmentParams,
+    cells=True,
+    task="segment",
+    scores={"miou_percent": "mIoU", "aacc_percent": "pixels"},
+    cost=costs.charge_segmentation,
+)
 
 
 def command(

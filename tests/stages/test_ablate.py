@@ -20,8 +20,6 @@ from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
 from repro.core.variants import PLACES, VARIANTS
 from repro.measure.flops import cost
-from repro.report.training import Rates
-from stages import plan
 from stages.ablate import AblateParams, train_variant
 from stages.ablate_grid import Asked, variant_params
 
@@ -157,13 +155,6 @@ def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
     assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
     assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
     assert variant_params("head", Asked(data=None, seeds=(0,), epochs=7), Paths(ready)).transform.re_prob == 0.25
-
-
-def test_plan_counts_every_seed(ready):
-    rows = {row.command: row for row in plan.run(Paths(ready), Rates(given={"vittt_nano_patch16_144": 14.38}))}
-    row = rows["dvc repro ablate@conv1d"]
-    assert row.gpu_hours == pytest.approx(2 * 100 / 3600) and row.basis.startswith("2 seeds of 1 epochs of 1,438 images")
-    assert ("accuracy", "digits", "vittt_nano_patch16_144[depth=1,design=conv1d]") in row.gives
 
 
 WRONG = [
