@@ -25,7 +25,8 @@ class Stage:
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: of a stage that trains, the name of its task in `repro.tasks`.
         scores: keys of the records' metrics that say how good a model is -> what the report calls them.
-        cost: what `repro plan` charges: (planner, params or {cell: params}) -> rows, see `repro.planning`; None where it costs nothing.
+        cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows; None where it costs
+            nothing. It is a name, because an import would make the results of the stage depend on the sources of the plan.
         entries: params (of a cell) -> modules beside the stage's own whose sources determine its results, e.g. the model family's.
     """
 
@@ -34,7 +35,7 @@ class Stage:
     cells: bool = False
     task: str | None = None
     scores: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    cost: Callable[[Any, Any], list[Any]] | None = None
+    cost: str | None = None
     entries: Callable[[Any], list[str]] | None = None
 
 

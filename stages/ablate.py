@@ -17,7 +17,6 @@ from repro.core.paths import Paths, find_root
 from repro.core.ranks import Ranks
 from repro.core.record import read_json, write_json, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
-from repro.planning import costs
 
 from . import Stage
 from .pretrain import ClassifierParams, PretrainParams, Trained, check_before_launch, train_one
@@ -57,7 +56,7 @@ STAGE = Stage(
     cells=True,
     task="classify",
     scores={"top1_percent": "top1", "top5_percent": "top5"},
-    cost=costs.charge_classification,
+    cost="repro.planning.costs:charge_classification",
 )
 
 

@@ -3,11 +3,10 @@
 from repro.benchmark.params import ComplexityParams
 from repro.core.config import load_section
 from repro.core.paths import find_root
-from repro.planning import costs
 
 from . import Stage
 
-STAGE = Stage(params=ComplexityParams, cost=costs.charge_complexity)
+STAGE = Stage(params=ComplexityParams, cost="repro.planning.costs:charge_complexity")
 
 
 def command() -> None:

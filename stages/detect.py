@@ -11,7 +11,6 @@ from repro.core.ranks import Ranks
 from repro.core.record import atomic
 from repro.core.runtime import Runtime, seed_everything
 from repro.data.settings import DetectionTransformSettings
-from repro.planning import costs
 from repro.tasks.detection.params import MaskRcnnParams
 
 from . import Stage, dense
@@ -38,7 +37,7 @@ STAGE = Stage(
     cells=True,
     task="detect",
     scores={"ap_box_percent": "box AP", "ap50_box_percent": "AP50", "ap_mask_percent": "mask AP", "ap50_mask_percent": "AP50"},
-    cost=costs.charge_detection,
+    cost="repro.planning.costs:charge_detection",
 )
 
 

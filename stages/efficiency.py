@@ -9,11 +9,10 @@ from repro.benchmark.params import EfficiencyParams, SweepParams, parse_families
 from repro.core.config import load_section
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
-from repro.planning import costs
 
 from . import Stage
 
-STAGE = Stage(params=EfficiencyParams, cost=costs.charge_efficiency)
+STAGE = Stage(params=EfficiencyParams, cost="repro.planning.costs:charge_efficiency")
 
 
 def command(

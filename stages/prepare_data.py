@@ -11,7 +11,6 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, load_runtime
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
-from repro.planning import costs
 
 from . import Stage
 
@@ -45,7 +44,7 @@ class PrepareData:
         return self.kind in ("digits", "scenes", "connect")
 
 
-STAGE = Stage(params=PrepareData, cells=True, cost=costs.charge_data)
+STAGE = Stage(params=PrepareData, cells=True, cost="repro.planning.costs:charge_data")
 
 
 def command(

@@ -17,7 +17,6 @@ from repro.core.record import make_identity, write_json, write_record
 from repro.core.runtime import Runtime, device_label, device_slug, load_runtime, seed_everything, torch_dtype
 from repro.data.settings import TransformSettings
 from repro.engine.params import LoopParams, OptimParams
-from repro.planning import costs
 from repro.tasks.params import MixParams
 
 from . import Stage
@@ -133,7 +132,7 @@ STAGE = Stage(
     cells=True,
     task="classify",
     scores={"top1_percent": "top1", "top5_percent": "top5"},
-    cost=costs.charge_classification,
+    cost="repro.planning.costs:charge_classification",
 )
 
 

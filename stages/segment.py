@@ -10,7 +10,6 @@ from repro.core.paths import Paths
 from repro.core.ranks import Ranks
 from repro.core.record import atomic
 from repro.core.runtime import Runtime, seed_everything
-from repro.planning import costs
 from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
 
 from . import Stage, dense
@@ -37,7 +36,7 @@ STAGE = Stage(
     cells=True,
     task="segment",
     scores={"miou_percent": "mIoU", "aacc_percent": "pixels"},
-    cost=costs.charge_segmentation,
+    cost="repro.planning.costs:charge_segmentation",
 )
 
 

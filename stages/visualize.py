@@ -10,7 +10,6 @@ from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import Runtime, choose_device, device_label, load_runtime
-from repro.planning import costs
 
 from . import Stage
 from .evaluate import some
@@ -59,7 +58,7 @@ class VisualizeParams:
     probe_images: int = bounded(ge=1)
 
 
-STAGE = Stage(params=VisualizeParams, cost=costs.charge_unknown)
+STAGE = Stage(params=VisualizeParams, cost="repro.planning.costs:charge_unknown")
 
 
 def command() -> None:

@@ -1,43 +1,24 @@
-"""The cost functions that the stages name in their rows of the table. Imports nothing heavy at the top: every verb loads this module.
+"""The cost functions that the stages name in their rows of the table.
 
 Each takes a `Planner` and the stage's params, or {cell: params}, and returns rows. Hours of a training are its images over the
 throughput of one GPU; its evaluations are left out (under 1 % of ImageNet's 300 epochs).
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .planner import Planner, TrainingData
+from ..benchmark.params import ADAPTER
+from ..measure.adapted import adapted_cost
+from ..measure.flops import cost
+from ..measure.speed import row_id
+from . import KNOWN_GB
+from .planner import Planner, PlanRow, TrainingData
 
-KNOWN_GB = {"imagenet": 150, "coco": 20, "ade20k": 1}  # data sets unpacked, without the archives
 BYTES_PER_VALUE = 4  # fp32
 STRIDE = 32  # to multiples of which the adapter pads an image
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanRow:
-    """What a stage or one of its cells costs.
-
-    Args:
-        command: what would run it.
-        gpu_hours: hours of one GPU; None where unknown.
-        disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
-        basis: how the hours come about.
-        note: where a number in `basis` is known from.
-        gives: the measurements that it yields, see `repro.report.demands`.
-    """
-
-    command: str
-    gpu_hours: float | None
-    disk_gb: float | None
-    basis: str
-    note: str = ""
-    gives: frozenset[tuple[str, str, str]] = frozenset()
-
-
-def charge_data(planner: "Planner", cells: Mapping[str, Any]) -> list[PlanRow]:
+def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """`prepare_data`: no GPU; the size of each data set from its manifest, or as published."""
     rows = []
     for cell, params in cells.items():
@@ -48,15 +29,13 @@ def charge_data(planner: "Planner", cells: Mapping[str, Any]) -> list[PlanRow]:
     return rows
 
 
-def charge_classification(planner: "Planner", cells: Mapping[str, Any]) -> list[PlanRow]:
+def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """`pretrain`, `baselines` and `ablate`: a training for each seed.
 
     Disk, in fp32 and for each seed, as the state of each is kept until all are done: two checkpoints and one being written, each of
     the weights, AdamW's two moments and the moving average where there is one; the snapshots, in the checkpoint's folder and in the
     results; the weights.
     """
-    from ..measure.flops import cost
-
     rows = []
     for cell, params in cells.items():
         data = planner.find_data(cell, params.data)
@@ -79,7 +58,7 @@ def charge_classification(planner: "Planner", cells: Mapping[str, Any]) -> list[
     return rows
 
 
-def charge_detection(planner: "Planner", cells: Mapping[str, Any]) -> list[PlanRow]:
+def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """`detect`: see `_charge_dense`; images have the largest of the scales."""
     rows = []
     for cell, params in cells.items():
@@ -88,16 +67,13 @@ def charge_detection(planner: "Planner", cells: Mapping[str, Any]) -> list[PlanR
     return rows
 
 
-def charge_segmentation(planner: "Planner", cells: Mapping[str, Any]) -> list[PlanRow]:
+def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """`segment`: see `_charge_dense`; images are crops."""
     return [_charge_dense(planner, cell, params, (params.transform.crop_size,) * 2) for cell, params in cells.items()]
 
 
-def charge_complexity(planner: "Planner", params: Any) -> list[PlanRow]:
+def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
     """`complexity`: seconds on a CPU."""
-    from ..benchmark.params import ADAPTER
-    from ..measure.speed import row_id
-
     gives = set()
     for model, options, image_size in params.rows():
         macs = "macs_g_paper_convention" if model == ADAPTER else "macs_g"
@@ -107,7 +83,7 @@ def charge_complexity(planner: "Planner", params: Any) -> list[PlanRow]:
     return [PlanRow(command=planner.command(), gpu_hours=0.0, disk_gb=0.0, basis=basis, gives=frozenset(gives))]
 
 
-def charge_efficiency(planner: "Planner", params: Any) -> list[PlanRow]:
+def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
     """`efficiency`: at most the time after which every row would be stopped."""
     rows = len(params.models) * len(params.image_sizes)
     gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
@@ -115,18 +91,16 @@ def charge_efficiency(planner: "Planner", params: Any) -> list[PlanRow]:
     return [PlanRow(command=planner.command(), gpu_hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
 
 
-def charge_unknown(planner: "Planner", params: Any) -> list[PlanRow]:
+def charge_unknown(planner: Planner, params: Any) -> list[PlanRow]:
     """A stage of unknown cost, which the plan lists and leaves out of its totals."""
     return [PlanRow(command=planner.command(), gpu_hours=None, disk_gb=None, basis="no cost model for this stage")]
 
 
-def _charge_dense(planner: "Planner", cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
+def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
     """A training for each seed of a backbone with its adapter, whose heads are not counted: a lower bound of the hours.
 
     Speeds of pretraining do not apply, so that the rate is always an estimate; the disk is unknown.
     """
-    from ..measure.adapted import adapted_cost
-
     data = planner.find_data(cell, params.data)
     padded = tuple(-(-side // STRIDE) * STRIDE for side in image_size)
     counted = planner.count(cell, adapted_cost, params.model, padded, params.options)
@@ -142,10 +116,10 @@ def _charge_dense(planner: "Planner", cell: str, params: Any, image_size: tuple[
     )
 
 
-def _count_images(params: Any, data: "TrainingData") -> int:
+def _count_images(params: Any, data: TrainingData) -> int:
     """The images that one training sees."""
     return params.epochs * (params.steps_per_epoch * params.batch_size if params.steps_per_epoch else data.images)
 
 
-def _give_accuracy(planner: "Planner", data: "TrainingData", params: Any) -> frozenset[tuple[str, str, str]]:
+def _give_accuracy(planner: Planner, data: TrainingData, params: Any) -> frozenset[tuple[str, str, str]]:
     return frozenset({("accuracy", data.kind, planner.model_key(params.model, params.options))})

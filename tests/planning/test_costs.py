@@ -1,6 +1,7 @@
 """What each stage is charged, against numbers worked out by hand."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from repro.core.paths import Paths
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
 from repro.planning import costs
-from repro.planning.planner import CostPlan, Planner, plan_costs
+from repro.planning.plan import CostPlan, plan_costs
+from repro.planning.planner import Planner, PlanRow
 from repro.planning.rates import Rates
 from repro.report.sources import Results
 
@@ -141,19 +143,21 @@ def make_stage(cost, params=None, cells=False):
     return SimpleNamespace(cost=cost, params=params, cells=cells)
 
 
-def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
+def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch):
     """By a table of made-up stages: what has no row is listed as unknown, what is free is not listed, and its params are not read."""
     params = build(ComplexityParams, {"sizes": {}, "groups": []}, "complexity")
     seen = []
 
     def charge(planner, given):
         seen.append((planner.stage, given))
-        return [costs.PlanRow(command=planner.command(), gpu_hours=1.0, disk_gb=2.0, basis="")]
+        return [PlanRow(command=planner.command(), gpu_hours=1.0, disk_gb=2.0, basis="")]
 
+    monkeypatch.setitem(sys.modules, "made_up_costs", SimpleNamespace(charge=charge))
+    name = "made_up_costs:charge"
     stages = {
-        "single": make_stage(charge, ComplexityParams),
-        "many": make_stage(charge, ComplexityParams, cells=True),
-        "none": make_stage(charge, ComplexityParams, cells=True),
+        "single": make_stage(name, ComplexityParams),
+        "many": make_stage(name, ComplexityParams, cells=True),
+        "none": make_stage(name, ComplexityParams, cells=True),
         "free": make_stage(None, ComplexityParams),
     }
     empty = "{sizes: {}, groups: []}"
@@ -173,7 +177,7 @@ def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
 
 def test_which_numbers_the_rows_cover():
     a, b, c = (("accuracy", "coco", name) for name in "abc")
-    rows = [costs.PlanRow(command=name, gpu_hours=None, disk_gb=0.0, basis="", gives=frozenset({m})) for name, m in (("a", a), ("b", b))]
+    rows = [PlanRow(command=name, gpu_hours=None, disk_gb=0.0, basis="", gives=frozenset({m})) for name, m in (("a", a), ("b", b))]
     plan = CostPlan(rows, {"Table 1": [{a}, {a, b}, {b, c}, set()], "Table 2": [{c}]})
     assert plan.count_covered() == {"Table 1": (2, 4), "Table 2": (0, 1)}
     assert plan.find_places(rows[0]) == {"Table 1": 2} and plan.find_places(rows[1]) == {"Table 1": 2}

@@ -1,17 +1,19 @@
 """`repro plan`: what it prints, that it covers a whole profile, and every wrong input as one line."""
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
 from repro.core.config import load_yaml
+from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.core.variants import PLACES, VARIANTS
 from repro.measure.flops import cost
-from repro.planning.costs import KNOWN_GB
-from repro.planning.planner import plan_costs
+from repro.planning import KNOWN_GB
+from repro.planning.plan import plan_costs
 from repro.planning.rates import Rates
 from repro.report.demands import demands
 from repro.report.ledger import load_ledger
@@ -34,6 +36,14 @@ def paper_plan(tmp_path_factory):
 def row(plan, command):
     (found,) = (each for each in plan.rows if each.command == command)
     return found
+
+
+def test_no_result_depends_on_the_plan():
+    """The table names the cost functions as text: an import would make an edit of the plan, or of the report, restart a training."""
+    for name, stage in load_stages().items():
+        if stage.cost is not None:
+            assert callable(pkgutil.resolve_name(stage.cost))
+            assert not [file for file in import_closure(ROOT, [f"stages.{name}"]) if file.startswith("repro/planning")], name
 
 
 def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
