@@ -23,8 +23,7 @@ from .params import EfficiencyParams, OpParams, SweepParams
 from .store import COLUMNS, ROW_KEYS, RowStore, require_keys, write_rows
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
-# what only tells the rows of a sweep apart
-_SWEEP_KEYS = ("run", "code_hash", "torch_version")
+_SWEEP_KEYS = ("run", "code_hash", "torch_version")  # by which a sweep finds a row again; the grid's identity says the same
 GRID_COLUMNS = tuple(name for name in COLUMNS if name not in ("mode", "compile", "attention_kernel", "num_params", "run"))
 
 
@@ -143,7 +142,7 @@ def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _order_of(row: Mapping[str, Any]) -> tuple:
-    """By which the rows of a sweep are sorted in its record."""
+    """The key by which a sweep sorts the rows of its record."""
     return tuple(row[name] for name in ("run", "mode", "compile", "dtype", "batch_size", "image_size", "row"))
 
 
@@ -162,8 +161,9 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
             about = f"{label}, batch {batch_size}, {dtype}, {mode}{', compiled' if compiled else ''}"
             name = f"{size}_batch{batch_size}_{dtype}_{mode}{'_compiled' if compiled else ''}"
             against_resolution(folder / f"fig6_{name}", series, f"size {size}: {about}")
-            at_largest_size = {family: row for family, own in series.items() for row in own if row["image_size"][0] == largest}
-            bars = {key: {family: row[key] for family, row in at_largest_size.items() if row[key] is not None} for key in LABELS}
-            at_largest(
-                folder / f"fig1_{name}", {key: values for key, values in bars.items() if values}, f"size {size} at {largest}²: {about}"
-            )
+            bars: dict[str, dict[str, float]] = {}
+            for key in LABELS:
+                found = [(family, row[key]) for family, own in series.items() for row in own if row["image_size"][0] == largest]
+                if values := {family: value for family, value in found if value is not None}:
+                    bars[key] = values
+            at_largest(folder / f"fig1_{name}", bars, f"size {size} at {largest}²: {about}")

@@ -79,7 +79,7 @@ def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, devic
     gates = []
     for family in sorted(OPERATORS.keys() & set(families)):
         gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))
-        verdict = "" if gate["holds"] else f": below {gate['at_least_percent']} %, thus no ratio against {family} is given"
+        verdict = "" if gate["holds"] else f": below {gate['at_least_percent']} %, no ratio against {family} will be given"
         print(f"{gate['operator']}: {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True)
     return gates
 

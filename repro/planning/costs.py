@@ -11,6 +11,7 @@ from ..benchmark.params import ADAPTER
 from ..measure.adapted import adapted_cost
 from ..measure.flops import cost
 from ..measure.speed import row_id
+from ..report.demands import Measurement
 from . import KNOWN_GB
 from .planner import Planner, PlanRow, TrainingData
 
@@ -32,25 +33,27 @@ def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
 def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """`pretrain`, `baselines` and `ablate`: a training for each seed.
 
-    Disk, in fp32 and for each seed, as the state of each is kept until all are done: two checkpoints and one being written, each of
-    the weights, AdamW's two moments and the moving average where there is one; the snapshots, in the checkpoint's folder and in the
-    results; the weights.
+    The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is one, the moving
+    average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in addition there are one state
+    that is being written, and the first seed's snapshots and weights in the results.
     """
     rows = []
     for cell, params in cells.items():
         data = planner.find_data(cell, params.data)
         options = {**params.options, "num_classes": data.classes}
         counted = planner.count(cell, cost, params.model, options, (params.transform.image_size,) * 2)
-        speed = planner.find_speed(params.model, params.options, counted.macs)
+        speed = planner.find_classifier_speed(params, counted.macs)
         images, seeds = _count_images(params, data), len(params.seeds)
-        passes = f"{params.epochs} epochs of {data.images:,} images"
-        copies = 3 * (3 + bool(params.ema_decay)) + 2 * len(params.snapshot_epochs) + 1
+        state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
+        copies = seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
+        repeated = f"{seeds} seeds of " if seeds > 1 else ""
+        epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
         rows.append(
             PlanRow(
                 command=planner.command(cell),
                 gpu_hours=seeds * images / speed.img_per_s / 3600,
-                disk_gb=seeds * copies * counted.params * BYTES_PER_VALUE / 1e9,
-                basis=f"{f'{seeds} seeds of ' if seeds > 1 else ''}{passes} at {speed.img_per_s:,.0f} img/s, {speed.source}",
+                disk_gb=copies * counted.params * BYTES_PER_VALUE / 1e9,
+                basis=f"{repeated}{epochs} of {images // params.epochs:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
                 note=speed.note,
                 gives=_give_accuracy(planner, data, params),
             )
@@ -97,20 +100,21 @@ def charge_unknown(planner: Planner, params: Any) -> list[PlanRow]:
 
 
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
-    """A training for each seed of a backbone with its adapter, whose heads are not counted: a lower bound of the hours.
+    """A training for each seed of a backbone with its adapter; its disk space is unknown.
 
-    Speeds of pretraining do not apply, so that the rate is always an estimate; the disk is unknown.
+    Where the speed is estimated, the heads are not counted, and the hours are a lower bound.
     """
     data = planner.find_data(cell, params.data)
     padded = tuple(-(-side // STRIDE) * STRIDE for side in image_size)
     counted = planner.count(cell, adapted_cost, params.model, padded, params.options)
-    speed = planner.rates.estimate(counted.macs)
+    speed = planner.find_dense_speed(params, counted.macs)
     images = len(params.seeds) * _count_images(params, data)
+    bound = "at least, without the heads: " if speed.source == "estimated" else ""
     return PlanRow(
         command=planner.command(cell),
         gpu_hours=images / speed.img_per_s / 3600,
         disk_gb=None,
-        basis=f"at least, without the heads: {images:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
+        basis=f"{bound}{images:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
         note=speed.note,
         gives=_give_accuracy(planner, data, params),
     )
@@ -121,5 +125,5 @@ def _count_images(params: Any, data: TrainingData) -> int:
     return params.epochs * (params.steps_per_epoch * params.batch_size if params.steps_per_epoch else data.images)
 
 
-def _give_accuracy(planner: Planner, data: TrainingData, params: Any) -> frozenset[tuple[str, str, str]]:
+def _give_accuracy(planner: Planner, data: TrainingData, params: Any) -> frozenset[Measurement]:
     return frozenset({("accuracy", data.kind, planner.model_key(params.model, params.options))})

@@ -10,7 +10,9 @@ from ..data.cells import manifest_path
 from ..data.manifest import Manifest, read_manifest
 from ..report.demands import Measurement
 from ..report.sources import Results
-from .rates import Rates, TrainingSpeed
+from .rates import Rates, TrainingSpeed, find_measured
+
+CLASSIFIERS = ("pretrain", "baselines", "ablate")  # the stages that train classifiers, all of them alike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,11 +91,17 @@ class Planner:
             return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)
         return TrainingData(kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images)
 
-    def find_speed(self, model: str, options: Mapping[str, Any], macs: int) -> TrainingSpeed:
-        """How fast a classifier trains on one GPU; `macs` are multiply-adds of the forward pass of one image."""
-        key = self.model_key(model, options)
-        self.trained.update((model, key))
-        return self.rates.find_speed(self.results, model, key, macs)
+    def find_classifier_speed(self, params: Any, macs: int) -> TrainingSpeed:
+        """How fast a classifier trains: as given, else as measured, else as `macs`, of one image's forward pass, suggest."""
+        key = self.model_key(params.model, params.options)
+        self.trained.update((params.model, key))
+        given = self.rates.find_given(params.model, key)
+        return given or find_measured(self.results, key, CLASSIFIERS) or self.rates.estimate(macs)
+
+    def find_dense_speed(self, params: Any, macs: int) -> TrainingSpeed:
+        """How fast this stage trains a detector or segmenter: as measured, else as `macs` suggest; given speeds are of classifiers."""
+        key = self.model_key(params.model, params.options)
+        return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
 
     def count(self, cell: str, counter: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that counts a model's cost; what it refuses is a UserError that names the cell."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..core.errors import UserError
@@ -49,30 +49,10 @@ class Rates:
         if not 0 < self.utilisation <= 1:
             raise UserError(f"plan: --utilisation {self.utilisation}: expected a share above 0 and at most 1")
 
-    def find_speed(self, results: Any, model: str, key: str, macs: int) -> TrainingSpeed:
-        """The given speed if there is one, else the measured, else an estimate.
-
-        Of several measurements the slowest counts; those on a CPU say nothing about GPU-hours and are left out.
-
-        Args:
-            results: the records, a `repro.report` Results; those of training lie in results/measured/<device>/pretrain.
-            model, key: the model's name without and with its options, see `Results.model_key`.
-            macs: multiply-adds of the forward pass of one image.
-        """
-        given = self.given.get(key, self.given.get(model))
-        if given is not None:
-            return TrainingSpeed(img_per_s=given, source="given")
-        measured = []
-        for record in results.sources:
-            rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
-            # only records of training state their processes
-            if rate and processes and record.device.startswith("cuda") and results.model_key(record.metrics, record.path) == key:
-                each = rate / processes
-                note = f"measured: {key}, {each:,.0f} img/s in training on {record.device} ({record.path})"
-                measured.append(TrainingSpeed(img_per_s=each, source="measured", note=note))
-        if measured:
-            return min(measured, key=lambda speed: speed.img_per_s)
-        return self.estimate(macs)
+    def find_given(self, model: str, key: str) -> TrainingSpeed | None:
+        """The speed that the user gave for a model, named with or without its options; None without one."""
+        rate = self.given.get(key, self.given.get(model))
+        return None if rate is None else TrainingSpeed(img_per_s=rate, source="given")
 
     def estimate(self, macs: int) -> TrainingSpeed:
         """The speed that follows from the multiply-adds of the forward pass of one image."""
@@ -80,6 +60,27 @@ class Rates:
         peak = f"{self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"
         note = f"estimated: not measured; from multiply-adds at {peak}, with {PASSES} forward passes per training step"
         return TrainingSpeed(img_per_s=rate, source="estimated", note=note)
+
+
+def find_measured(results: Any, key: str, stages: Collection[str]) -> TrainingSpeed | None:
+    """The speed of a model in the records of training; the slowest of several, None without one.
+
+    Args:
+        results: the records, a `repro.report` Results; those of training lie at results/measured/<device>/<stage>/<cell>.json.
+        key: the model's name with its options, see `Results.model_key`.
+        stages: those whose records count. Records of a CPU never do: they say nothing about GPU-hours.
+    """
+    found = []
+    for record in results.sources:
+        rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
+        # only records of training state their processes
+        if not rate or not processes or not record.device.startswith("cuda") or record.path.split("/")[-2] not in stages:
+            continue
+        if results.model_key(record.metrics, record.path) == key:
+            each = rate / processes
+            note = f"measured: {key}, {each:,.0f} img/s in training on {record.device} ({record.path})"
+            found.append(TrainingSpeed(img_per_s=each, source="measured", note=note))
+    return min(found, key=lambda speed: speed.img_per_s, default=None)
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:

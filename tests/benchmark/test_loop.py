@@ -127,7 +127,7 @@ def test_a_gate_is_measured_for_families_with_an_operator(monkeypatch, capsys):
     gates = loop.measure_gates(["vrwkv", "deit", "vim"], batch_size=2, dtype="fp32", device="cpu")
     assert [gate["family"] for gate in gates] == ["vim", "vrwkv"]
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("copy") and said[1].endswith("below 20 %, thus no ratio against vrwkv is given")
+    assert said[0].endswith("copy") and said[1].endswith("below 20 %, no ratio against vrwkv will be given")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, ""), (59.4, ", 59 s left"), (150.0, ", at most 2 min left")])

@@ -41,11 +41,14 @@ def make_params(transform, **changes):
 @pytest.mark.parametrize(
     ("changes", "seconds", "copies", "basis"),
     [
-        # 2 epochs of 1438 images at 7.19 images per second; three checkpoints of weights and two moments, and the weights
-        ({}, 400, 10, "2 epochs of 1,438 images at 7 img/s, given"),
-        ({"snapshot_epochs": (0, 2)}, 400, 14, "2 epochs of 1,438 images at 7 img/s, given"),
-        ({"ema_decay": 0.99}, 400, 13, "2 epochs of 1,438 images at 7 img/s, given"),
-        ({"seeds": (3, 5)}, 800, 20, "2 seeds of 2 epochs of 1,438 images at 7 img/s, given"),
+        # 2 epochs of 1438 images at 7.19 images per second; three states of weights and two moments, and the weights twice
+        ({}, 400, 11, "2 epochs of 1,438 images at 7 img/s, given"),
+        ({"snapshot_epochs": (0, 2)}, 400, 11 + 3 * 2, "2 epochs of 1,438 images at 7 img/s, given"),
+        ({"ema_decay": 0.99}, 400, 11 + 3, "2 epochs of 1,438 images at 7 img/s, given"),
+        # a second seed adds two states and its weights
+        ({"seeds": (3, 5)}, 800, 11 + 2 * 3 + 1, "2 seeds of 2 epochs of 1,438 images at 7 img/s, given"),
+        # 2 epochs of 719 steps of 16 images
+        ({"steps_per_epoch": 719}, 3200, 11, "2 epochs of 11,504 images at 7 img/s, given"),
     ],
 )
 def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
@@ -79,9 +82,24 @@ def test_dense_tasks_by_hand(tmp_path, charge, transform, changes, images, image
     planner = make_planner(tmp_path, "detect")
     (row,) = charge(planner, {"nano": make_params(transform, **changes, options={"design": "dual"})})
     macs = adapted_cost(NANO, image_size, {"design": "dual"}).macs
-    # the speed that is given is one of pretraining, and does not apply
+    # the speed that is given is a classifier's, and does not apply
     assert row.gpu_hours == pytest.approx(images * 6 * macs / (0.3 * 312e12) / 3600) and "without the heads" in row.basis
     assert row.disk_gb is None and not planner.trained
+
+
+def test_a_detector_takes_a_measured_speed_of_its_own_stage_alone(tmp_path):
+    for stage, rate in (("pretrain", 2.0), ("detect", 8.0)):
+        file = tmp_path / "results" / "measured" / "l40s" / stage / "nano.json"
+        file.parent.mkdir(parents=True)
+        metrics = {"model": NANO, "options": {}, "processes": 2, "throughput_img_per_s": rate}
+        file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
+    cells = {"nano": make_params({"min_size": (32,), "max_size": 32}, options={})}
+    (row,) = costs.charge_detection(make_planner(tmp_path, "detect"), cells)
+    assert row.gpu_hours == pytest.approx(2 * 1438 / 4 / 3600) and row.basis == "2,876 images at 4 img/s, measured"
+    (row,) = costs.charge_segmentation(make_planner(tmp_path, "segment"), {"nano": make_params({"crop_size": 32}, options={})})
+    assert row.basis.endswith("estimated")
+    (row,) = costs.charge_classification(make_planner(tmp_path, "ablate", Rates()), {"nano": make_params({"image_size": 32}, options={})})
+    assert row.basis == "2 epochs of 1,438 images at 1 img/s, measured"
 
 
 def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):

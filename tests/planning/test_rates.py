@@ -5,18 +5,18 @@ from types import SimpleNamespace
 import pytest
 
 from repro.core.errors import UserError
-from repro.planning.rates import Rates, parse_rates
+from repro.planning.rates import Rates, find_measured, parse_rates
 
 
 def make_results(*records):
-    """The records of (name, device, images per second, processes)."""
+    """The records of (name, stage, device, images per second, processes)."""
     sources = [
         SimpleNamespace(
             metrics={"model": name, "throughput_img_per_s": rate, **({"processes": processes} if processes else {})},
             device=device,
-            path=f"results/measured/{name}.json",
+            path=f"results/measured/device/{stage}/cell.json",
         )
-        for name, device, rate, processes in records
+        for name, stage, device, rate, processes in records
     ]
     return SimpleNamespace(sources=sources, model_key=lambda record, where: record["model"])
 
@@ -27,19 +27,24 @@ def test_an_estimate_is_three_forward_passes_of_two_flop_per_multiply_add():
     assert "2 TFLOP/s and 50 % utilisation" in speed.note
 
 
-def test_given_goes_before_measured_before_estimated():
-    measured = [("m", "cuda: NVIDIA L40S", 2000.0, 2), ("m", "cuda: NVIDIA H200", 3000.0, 1)]
-    useless = [("m", "cpu: AMD EPYC", 1.0, 1), ("other", "cuda: NVIDIA L40S", 1.0, 1), ("m", "cuda: NVIDIA L40S", 1.0, None)]
-    rates = Rates()
-    assert rates.find_speed(make_results(*useless), "m", "m", 10**9) == rates.estimate(10**9)
-    found = rates.find_speed(make_results(*measured, *useless), "m", "m", 10**9)
-    assert (found.img_per_s, found.source) == (1000.0, "measured")  # of one GPU, and the slowest
-    assert "NVIDIA L40S" in found.note and "results/measured/m.json" in found.note
+def test_a_measured_speed_is_the_slowest_of_one_gpu():
+    l40s = "cuda: NVIDIA L40S"
+    useless = [("m", "pretrain", "cpu: AMD EPYC", 1.0, 1), ("other", "pretrain", l40s, 1.0, 1), ("m", "pretrain", l40s, 1.0, None)]
+    useless.append(("m", "detect", l40s, 1.0, 1))
+    assert find_measured(make_results(*useless), "m", ("pretrain", "ablate")) is None
+    measured = [("m", "pretrain", l40s, 2000.0, 2), ("m", "ablate", "cuda: NVIDIA H200", 3000.0, 1)]
+    found = find_measured(make_results(*measured, *useless), "m", ("pretrain", "ablate"))
+    assert (found.img_per_s, found.source) == (1000.0, "measured")
+    assert "NVIDIA L40S" in found.note and "results/measured/device/pretrain/cell.json" in found.note
+    assert find_measured(make_results(*useless), "m", ("detect",)).img_per_s == 1.0
+
+
+def test_a_given_speed_is_of_a_model_with_or_without_its_options():
     for name in ("m", "m[depth=1]"):
-        given = Rates(given={name: 7.0}).find_speed(make_results(*measured), "m", "m[depth=1]", 10**9)
+        given = Rates(given={name: 7.0}).find_given("m", "m[depth=1]")
         assert (given.img_per_s, given.source, given.note) == (7.0, "given", "")
-    both = Rates(given={"m": 7.0, "m[depth=1]": 8.0})
-    assert both.find_speed(make_results(), "m", "m[depth=1]", 10**9).img_per_s == 8.0
+    assert Rates(given={"m": 7.0, "m[depth=1]": 8.0}).find_given("m", "m[depth=1]").img_per_s == 8.0
+    assert Rates(given={"m[depth=1]": 8.0}).find_given("m", "m") is None
 
 
 def test_rates_are_read_from_text():
