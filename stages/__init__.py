@@ -29,7 +29,8 @@ class Stage:
         params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: of a stage that trains, its task.
-        cost: what `repro plan` charges: (planner, params or {cell: params}) -> rows, see `repro.planning`; None where it costs nothing.
+        cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows; None where it costs
+            nothing. It is a name, because an import would make the results of the stage depend on the sources of the plan.
         models: params (of a cell) -> the names of the models on whose sources its results depend.
         files: patterns of other files than modules on which its results depend, from the checkout's root.
     """
@@ -38,7 +39,7 @@ class Stage:
     params: type | None = None
     cells: bool = False
     task: Any = None
-    cost: Callable[[Any, Any], list[Any]] | None = None
+    cost: str | None = None
     models: Callable[[Any], Iterable[str]] = lambda params: ()
     files: tuple[str, ...] = ()
 
@@ -50,7 +51,7 @@ class Stage:
 
 def stage_names() -> list[str]:
     """The names of all stages, which are those of their modules, in alphabetical order."""
-    library = ("subject", "efficiency_sweep", "selftest_lab")
+    library = ("subject", "selftest_lab")
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in library]
 
 

@@ -9,7 +9,9 @@ from repro.tasks.classification.spec import SPEC
 
 from . import CellOption, GpusOption, Stage
 
-STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
+STAGE = Stage(
+    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_classification"
+)
 
 
 def command(

@@ -18,9 +18,9 @@ from repro.core.errors import RunError, UserError
 from repro.core.packages import INSTALL, REINSTALL, Line, check_floors, check_kernels, check_lock, check_mmseg, version
 from repro.core.paths import Paths, find_root
 from repro.core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
+from repro.planning import KNOWN_GB
 
 from . import Stage
-from .plan import KNOWN_GB
 from .prepare_data import PrepareData
 from .profile import active
 

@@ -44,7 +44,7 @@ class PrepareData:
         return self.kind in ("digits", "scenes", "connect")
 
 
-STAGE = Stage(params=PrepareData, cells=True)
+STAGE = Stage(params=PrepareData, cells=True, cost="repro.planning.costs:charge_data")
 
 
 def command(

@@ -5,7 +5,9 @@ from repro.tasks.segmentation.spec import SPEC
 from . import CellOption, GpusOption, Stage
 from .detect import EpochsOption, RandomOption
 
-STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
+STAGE = Stage(
+    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_segmentation"
+)
 
 
 def command(cell: CellOption = None, gpus: GpusOption = None, random: RandomOption = False, epochs: EpochsOption = None) -> None:

@@ -58,7 +58,7 @@ class VisualizeParams:
     probe_images: int = bounded(ge=1)
 
 
-STAGE = Stage(params=VisualizeParams)
+STAGE = Stage(params=VisualizeParams, cost="repro.planning.costs:charge_unknown")
 
 
 def command() -> None:

@@ -35,8 +35,8 @@ def measure_throughput(cell: Cell) -> float | None:
         spec = RowSpec(
             model=params.model,
             options=params.options,
-            resolution=(side, side),
-            batch=batch_size,
+            image_size=(side, side),
+            batch_size=batch_size,
             dtype=DTYPE[device.type],
             device=device.type,
             threads=runtime.threads,
