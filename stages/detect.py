@@ -100,20 +100,17 @@ def build(backbone: Any, num_classes: int, params: MaskRcnnParams) -> Any:
 
 def _made(params: DetectParams, paths: Paths, runtime: Runtime, cell: str, suffix: str, ranks: Ranks) -> tuple[Job, Mapping[str, str], str]:
     """What a run is made of, the report of the backbone's weights, and the kind of the data."""
-    from repro.data.coco import read_instances
-    from repro.data.dense import open_dense
+    from repro.data.cells import open_cell
     from repro.data.detection import CocoDetection
     from repro.data.loader import EvalLoader, TrainLoader
-    from repro.data.manifest import read_manifest
     from repro.tasks.detection.task import Detection
 
     where = f"{TASK}.{cell}"
     settings, share = dense.loop_params(params, runtime, ranks, where)
     device = device_of(runtime, ranks)
     inputs = dense.inputs_of(params, paths)
-    manifest = read_manifest(inputs[0])
-    root = open_dense(runtime.data_root(paths, manifest.kind), manifest, "coco")
-    splits = {split: read_instances(root, split) for split in ("train", "val")}
+    data = open_cell(paths, runtime, params.data)
+    splits = {split: data.open_instances(split) for split in ("train", "val")}
     dense.prepare(params, runtime)
     adapter, report = dense.build_backbone(params, paths, where, "last")
     classes = splits["train"].classes
@@ -151,7 +148,7 @@ def _made(params: DetectParams, paths: Paths, runtime: Runtime, cell: str, suffi
         described=described,
         folder=folder,
     )
-    return job, report, manifest.kind
+    return job, report, data.kind
 
 
 def _without_learning(task: Any) -> dict[str, float | None]:

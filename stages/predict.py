@@ -127,7 +127,7 @@ def _classifier(weights: Path, metadata: dict, device: Any, min_score: float) ->
     import torch
     from torchvision.transforms.functional import to_pil_image
 
-    from repro.data.imagenet import ToInput, eval_transform
+    from repro.data.classification import ToInput, eval_transform
     from repro.models.weights import build_from_weights
 
     model, settings = build_from_weights(weights)[0].to(device), TransformSettings.from_preprocessing(metadata["preprocessing"])

@@ -265,10 +265,9 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
     """What a run is made of, the images that go through the model at once, and the kind of the data."""
     import torch
 
-    from repro.data.connect import pair_numbers
-    from repro.data.imagenet import ImageFolder, eval_transform, train_transform
+    from repro.data.cells import open_cell
+    from repro.data.classification import ImageFolder, eval_transform, train_transform
     from repro.data.loader import EvalLoader, TrainLoader
-    from repro.data.manifest import open_root, read_manifest
     from repro.models.registry import build_model
     from repro.tasks.classification import Classification
 
@@ -279,9 +278,8 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
         raise UserError(f"runtime.micro_batch: {micro} does not fit {share} images of a process; take an even number that divides it")
     device = device_of(runtime, ranks)
     precision = precision_on(params.precision, device)
-    manifest_path = paths.cell("prepare_data", params.data) / "manifest.json"
-    manifest = read_manifest(manifest_path)
-    tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
+    data = open_cell(paths, runtime, params.data)
+    tree = data.open_tree()
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
     seed_everything(params.seed)
@@ -300,8 +298,7 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
     train_set = ImageFolder(tree, "train", train_transform(params.transform), seed=params.seed, max_unreadable=params.max_unreadable)
     val_set = ImageFolder(tree, "val", eval_transform(params.transform))
     here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
-    groups = pair_numbers(tree.splits["train"].names) if manifest.kind == "connect" else None
-    train = TrainLoader(train_set, batch_size=share, seed=params.seed, groups=groups, **here)
+    train = TrainLoader(train_set, batch_size=share, seed=params.seed, groups=data.groups(tree), **here)
     val = EvalLoader(val_set, batch_size=micro, **here)
     task = Classification(
         model,
@@ -329,7 +326,7 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
             save_every_steps=runtime.save_every_steps,
         ),
         device=device,
-        inputs=(manifest_path,),
+        inputs=(data.manifest_path,),
         described={
             "name": params.model,
             "options": options,
@@ -339,7 +336,7 @@ def _made(params: PretrainParams, paths: Paths, runtime: Runtime, stage: str, ce
         folder=paths.cell(stage, cell),
         flop_per_image=functools.partial(_flop_per_image, task),
     )
-    return job, micro, manifest.kind
+    return job, micro, data.kind
 
 
 def _flop_per_image(task: Any) -> float:

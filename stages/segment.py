@@ -64,9 +64,7 @@ def run(
     Raises:
         UserError: data or a backbone that do not fit, or are not what their records say, before anything is written.
     """
-    from repro.data.coco import read_instances
-    from repro.data.dense import open_dense
-    from repro.data.manifest import read_manifest
+    from repro.data.cells import open_cell
 
     started = time.monotonic()
     params, suffix = dense.varied(params, random, epochs)
@@ -80,8 +78,7 @@ def run(
     scores = {name: last[name] for name in ("miou_percent", "macc_percent", "aacc_percent")}
     metrics = {"data": data, "val_images": last["images"], **scores, "class_iou_percent": _known(task.class_iou_percent)}
     if data == "scenes":
-        coco = open_dense(runtime.data_root(paths, data), read_manifest(job.inputs[0]), "coco")
-        metrics["without_learning"] = _without_learning(task, read_instances(coco, "train"))
+        metrics["without_learning"] = _without_learning(task, open_cell(paths, runtime, params.data).open_instances("train"))
     _draw_examples(job, outcome.model.eval())
     dense.write_result(job, outcome, metrics, report, paths, ranks, time.monotonic() - started)
     print(f"{cell}{suffix}: mIoU {scores['miou_percent']:.1f} % on {last['images']} held-out images of {data}")
@@ -98,10 +95,8 @@ def _made(
     params: SegmentParams, paths: Paths, runtime: Runtime, cell: str, suffix: str, ranks: Ranks
 ) -> tuple[Job, Mapping[str, str], str]:
     """What a run is made of, the report of the backbone's weights, and the kind of the data."""
-    from repro.data.ade20k import AdePairs
-    from repro.data.dense import open_dense
+    from repro.data.cells import open_cell
     from repro.data.loader import EvalLoader, TrainLoader
-    from repro.data.manifest import read_manifest
     from repro.tasks.segmentation.data import AdeSegmentation
     from repro.tasks.segmentation.task import Segmentation
 
@@ -109,9 +104,8 @@ def _made(
     settings, share = dense.loop_params(params, runtime, ranks, where)
     device = device_of(runtime, ranks)
     inputs = dense.inputs_of(params, paths)
-    manifest = read_manifest(inputs[0])
-    root = open_dense(runtime.data_root(paths, manifest.kind), manifest, "ade20k")
-    splits = {split: AdePairs(root, split) for split in ("train", "val")}
+    data = open_cell(paths, runtime, params.data)
+    splits = {split: data.open_pairs(split) for split in ("train", "val")}
     dense.prepare(params, runtime)
     adapter, report = dense.build_backbone(params, paths, where, "each")
     classes = splits["train"].classes
@@ -140,7 +134,7 @@ def _made(
         described=described,
         folder=folder,
     )
-    return job, report, manifest.kind
+    return job, report, data.kind
 
 
 def _known(class_iou: Mapping[str, float | None]) -> dict[str, Any]:
