@@ -15,7 +15,7 @@ from .findings import BadData, Finding, Report
 from .manifest import Folder, record_files
 from .pixels import read_labels, read_pixels
 from .settings import SPLITS
-from .tree import RAISE_FIRST, list_entries, show_few
+from .tree import RAISE_FIRST, list_entries, list_images
 
 FOLDERS = {"train": "training", "val": "validation"}
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
@@ -38,7 +38,8 @@ class AdePairs:
         base = find_base(root)
         self.classes = _read_names(base, report)
         self._images, self._labels = (base / part / FOLDERS[split] for part in ("images", "annotations"))
-        images, labels = (_list_files(folder, report) for folder in (self._images, self._labels))
+        found = (list_images(folder, report, RELEASE) for folder in (self._images, self._labels))
+        images, labels = ({os.path.splitext(name)[0]: name for name in names} if names is not None else None for names in found)
         if images is not None and labels is not None:
             single = [(self._images / images[stem], "has no label map") for stem in sorted(images.keys() - labels.keys())]
             single += [(self._labels / labels[stem], "has no image") for stem in sorted(labels.keys() - images.keys())]
@@ -99,20 +100,6 @@ def list_folders(root: Path, split: str, prefix: str) -> list[Folder]:
     """The folders of images and of label maps of a split; `prefix` begins their names in the manifest."""
     base, names = find_base(root), [f"{part}/{FOLDERS[split]}" for part in ("images", "annotations")]
     return [Folder(prefix + name, base / name, record_files(list_entries(base / name).images)) for name in names]
-
-
-def _list_files(folder: Path, report: Report) -> dict[str, str] | None:
-    """File stem -> file name of the images in a folder; None where there is no such folder."""
-    if not folder.is_dir():
-        report.error(folder, "no such folder", RELEASE)
-        return None
-    entries = list_entries(folder, report)
-    if not entries.images:
-        report.error(folder, "holds no image", RELEASE)
-    if entries.others:
-        report.warning(folder, f"{len(entries.others):,} files that are not images ({show_few(entries.others)})", "nothing reads them")
-    report.errors([(folder / os.fsdecode(name), "is empty") for name, size in entries.images if not size], RELEASE)
-    return {os.path.splitext(name)[0]: name for name in (os.fsdecode(name) for name, _ in entries.images)}
 
 
 def _read_names(base: Path, report: Report) -> tuple[str, ...]:

@@ -19,10 +19,18 @@ from .findings import BadData, Finding, Report
 from .manifest import ClassRecord, Folder, record_files
 from .pixels import explain_error, read_pixels
 from .settings import SPLITS
-from .tree import RAISE_FIRST, list_entries, show_few
+from .tree import RAISE_FIRST, list_entries, list_images, show_few
 
 _RENEW = "unpack annotations_trainval2017.zip again"
 _SLACK_PX = 1.0  # coordinates are rounded
+# sorts of faults of annotations -> severity and advice; those that training survives are warnings
+_FAULTS = {
+    "malformed": ("error", _RENEW),
+    "lost": ("error", _RENEW),
+    "maskless": ("error", "take the instances_ file, not one of boxes alone"),
+    "empty": ("warning", "training leaves it out"),
+    "outside": ("warning", "training takes what lies inside"),
+}
 Row = dict[str, Any]
 
 
@@ -104,11 +112,12 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
     category_ids, image_ids = sorted(categories), sorted(images)
     label_of = {category_id: label for label, category_id in enumerate(category_ids, start=1)}
     place_of = {image_id: place for place, image_id in enumerate(image_ids)}
-    rows, judge = [], _Judge(file, images, categories)
+    rows, judge = [], _Judge(images, categories)
     for row in annotations.values():
         if (box := judge.find_target(row)) is not None:
             rows.append((place_of[row["image_id"]], box, label_of[row["category_id"]], marshal.dumps(row["segmentation"])))
-    judge.tell(report)
+    for sort, (severity, advice) in _FAULTS.items():
+        report.add([Finding(severity, file, problem, advice) for problem in judge.faults[sort]])
     rows.sort(key=lambda row: row[0])
     ordered = [images[image_id] for image_id in image_ids]
     return Instances(
@@ -125,8 +134,8 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
         masks=b"".join(row[3] for row in rows),
         mask_starts=np.cumsum([0, *(len(row[3]) for row in rows)]),
         num_annotations=len(content["annotations"]),
-        num_empty=len(judge.empty),
-        num_outside=len(judge.outside),
+        num_empty=len(judge.faults["empty"]),
+        num_outside=len(judge.faults["outside"]),
     )
 
 
@@ -175,20 +184,15 @@ def read_image(path: Path, size: tuple[int, int], file: Path) -> np.ndarray:
 
 
 class _Judge:
-    """Decides which annotations are targets, and remembers what is wrong with the others.
+    """Decides which annotations are targets, and collects what is wrong with the others.
 
     Args:
-        file: the annotations.
-        images, categories: its rows, by id.
+        images, categories: the rows of the file, by id.
     """
 
-    def __init__(self, file: Path, images: Mapping[int, Row], categories: Mapping[int, Row]):
-        self.file, self.images, self.categories = file, images, categories
-        self.malformed: list[tuple[Path, str]] = []
-        self.lost: list[tuple[Path, str]] = []
-        self.maskless: list[tuple[Path, str]] = []
-        self.empty: list[tuple[Path, str]] = []
-        self.outside: list[tuple[Path, str]] = []
+    def __init__(self, images: Mapping[int, Row], categories: Mapping[int, Row]):
+        self.images, self.categories = images, categories
+        self.faults: dict[str, list[str]] = {sort: [] for sort in _FAULTS}
 
     def find_target(self, row: Row) -> tuple[float, float, float, float] | None:
         """The corners of an annotation's box within its image; None where mmdet sees no target."""
@@ -196,35 +200,27 @@ class _Judge:
         try:
             for key, known in (("image_id", self.images), ("category_id", self.categories)):
                 if row[key] not in known:
-                    self.lost.append((self.file, f"{name} has {key} {row[key]}, which is not in the file"))
+                    self.faults["lost"].append(f"{name} has {key} {row[key]}, which is not in the file")
                     return None
             x, y, width, height = box = [float(number) for number in row["bbox"]]
             if not all(map(math.isfinite, box)):
                 raise ValueError(f"box {box} is not finite")
-            has_area = width > 0 and height > 0 and float(row.get("area", 1)) > 0
+            area = float(row.get("area", 1))
         except (TypeError, ValueError) as error:
-            self.malformed.append((self.file, f"{name} is malformed ({explain_error(error)})"))
+            self.faults["malformed"].append(f"{name} is malformed ({explain_error(error)})")
             return None
         wide, high = self.images[row["image_id"]]["width"], self.images[row["image_id"]]["height"]
-        if not (width > 0 and height > 0):
-            self.empty.append((self.file, f"{name}: box {box} has no area"))
+        if width <= 0 or height <= 0:
+            self.faults["empty"].append(f"{name}: box {box} has no area")
         elif min(x, y) < -_SLACK_PX or x + width > wide + _SLACK_PX or y + height > high + _SLACK_PX:
-            self.outside.append((self.file, f"{name}: box {box} leaves its image of {wide}×{high}"))
+            self.faults["outside"].append(f"{name}: box {box} leaves its image of {wide}×{high}")
         left, top, right, bottom = max(x, 0.0), max(y, 0.0), min(x + width, wide), min(y + height, high)
-        if row.get("iscrowd") or not has_area or width < 1 or height < 1 or right <= left or bottom <= top:
+        if row.get("iscrowd") or width < 1 or height < 1 or right <= left or bottom <= top or not area > 0:
             return None
         if not row.get("segmentation"):
-            self.maskless.append((self.file, f"{name} has no segmentation"))
+            self.faults["maskless"].append(f"{name} has no segmentation")
             return None
         return left, top, right, bottom
-
-    def tell(self, report: Report) -> None:
-        """Report what was wrong."""
-        report.errors(self.malformed, _RENEW)
-        report.errors(self.lost, _RENEW)
-        report.errors(self.maskless, "take the instances_ file, not one of boxes alone")
-        report.warnings(self.empty, "training leaves it out")
-        report.warnings(self.outside, "training takes what lies inside")
 
 
 def _read_json(file: Path, report: Report) -> dict[str, Any] | None:
@@ -263,16 +259,10 @@ def _index_rows(content: Mapping[str, Any], file: Path, key: str, columns: Seque
 
 def _find_images(folder: Path, file: Path, names: Sequence[str], report: Report) -> None:
     """Report images that are missing, empty or in no annotation file."""
-    if not folder.is_dir():
-        elsewhere = folder.parent / "images" / folder.name
-        report.error(folder, "no such folder", f"move {elsewhere} here" if elsewhere.is_dir() else f"unpack {folder.name}.zip here")
+    elsewhere, advice = folder.parent / "images" / folder.name, f"unpack {folder.name}.zip again"
+    sizes = list_images(folder, report, f"move {elsewhere} here" if elsewhere.is_dir() else advice)
+    if sizes is None:
         return
-    entries = list_entries(folder, report)
-    if entries.folders and not entries.images:
-        report.error(folder, f"holds no image but the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
-    sizes = {os.fsdecode(name): size for name, size in entries.images}
-    advice = f"unpack {folder.name}.zip again"
     report.errors([(folder / name, f"no such file, {file.name} has it") for name in sorted(set(names) - set(sizes))], advice)
-    report.errors([(folder / name, "is empty") for name in names if sizes.get(name) == 0], advice)
     if unused := sorted(set(sizes) - set(names)):
         report.warning(folder, f"{len(unused):,} images that {file.name} does not have ({show_few(unused)})", "nothing reads them")

@@ -46,12 +46,16 @@ class BadData(UserError):
 class Report(abc.ABC):
     """Takes the findings of a reader.
 
+    Args:
+        progress: whether to show the progress of what takes long.
+
     Attributes:
         num_errors, num_warnings: how many it has taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, progress: bool = False):
         self.num_errors = self.num_warnings = 0
+        self.progress = progress
 
     @abc.abstractmethod
     def add(self, findings: Sequence[Finding]) -> None:
@@ -65,10 +69,6 @@ class Report(abc.ABC):
         """Report something that a run survives."""
         self.add([Finding("warning", place, problem, advice)])
 
-    def warnings(self, found: Sequence[tuple[Path, str]], advice: str) -> None:
-        """Report several (place, problem) of one sort that a run survives."""
-        self.add([Finding("warning", place, problem, advice) for place, problem in found])
-
     def error(self, place: Path, problem: str, advice: str) -> None:
         """Report something that breaks a run or its numbers."""
         self.add([Finding("error", place, problem, advice)])
@@ -78,28 +78,17 @@ class Report(abc.ABC):
         self.add([Finding("error", place, problem, advice) for place, problem in found])
 
     def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
-        """The items, with their progress shown where somebody watches."""
-        return items
+        """The items, with their progress shown if that is wanted."""
+        return track(items, label) if self.progress else items
 
 
 class RaiseFirst(Report):
-    """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown.
-
-    Args:
-        progress: whether to show the progress of what takes long.
-    """
-
-    def __init__(self, *, progress: bool = False):
-        super().__init__()
-        self._progress = progress
+    """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown."""
 
     def add(self, findings: Sequence[Finding]) -> None:
         if findings and findings[0].severity == "error":
             first, more = findings[0], len(findings) - 1
             raise BadData(dataclasses.replace(first, problem=f"{first.problem} (and {more:,} more like this)") if more else first)
-
-    def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
-        return track(items, label) if self._progress else items
 
 
 class PrintAll(Report):
@@ -111,7 +100,7 @@ class PrintAll(Report):
     """
 
     def __init__(self, root: Path, emit: Callable[[str], None] = print):
-        super().__init__()
+        super().__init__(progress=True)
         self._root, self._emit = root, emit
         self._seen: set[Finding] = set()
 
@@ -125,9 +114,6 @@ class PrintAll(Report):
             self._emit(f"{new[0].severity:9}... and {rest:,} more like this")
         self.num_errors += sum(finding.severity == "error" for finding in new)
         self.num_warnings += sum(finding.severity == "warning" for finding in new)
-
-    def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
-        return track(items, label)
 
     def _shorten(self, place: Path) -> Path:
         inside = place.is_relative_to(self._root) and place != self._root

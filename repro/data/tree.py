@@ -180,6 +180,32 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
     return Entries(sorted(images), sorted(folders), sorted(others))
 
 
+def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
+    """File name -> bytes of the images in a folder that must hold some.
+
+    Args:
+        folder: the folder.
+        report: takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
+        advice: what to do about it.
+
+    Returns:
+        The images; None where there is no such folder.
+    """
+    if not folder.is_dir():
+        report.error(folder, "no such folder", advice)
+        return None
+    entries = list_entries(folder, report)
+    if not entries.images and entries.folders:
+        report.error(folder, f"holds no image but the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
+    elif not entries.images:
+        report.error(folder, "holds no image", advice)
+    if entries.others:
+        report.warning(folder, f"{len(entries.others):,} files that are not images ({show_few(entries.others)})", "nothing reads them")
+    sizes = {os.fsdecode(name): size for name, size in entries.images}
+    report.errors([(folder / name, "is empty") for name, size in sizes.items() if not size], advice)
+    return sizes
+
+
 def show_few(names: Sequence[str]) -> str:
     """The first three of some names, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

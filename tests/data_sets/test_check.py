@@ -17,7 +17,7 @@ from repro.core.config import build
 from repro.core.errors import RunError, UserError
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
-from repro.data.check.run import check_root
+from repro.data.check.run import run_check
 from repro.data.check.sample import Depth, draw_sample, run_parallel
 from repro.data.check.speed import TRANSFORM, Speed, measure_speed
 from repro.data.embedded.connect import write_connect
@@ -489,13 +489,14 @@ def test_the_full_ade20k_is_recognised(tmp_path, files, evidence):
 
 
 def test_the_users_mistakes(tmp_path, imagenet):
-    report = PrintAll(tmp_path)
     with pytest.raises(UserError, match="kind 'imagnet': unknown; did you mean 'imagenet'"):
-        check_root("imagnet", tmp_path, FULL, report)
+        run_check("imagnet", tmp_path, FULL)
     with pytest.raises(UserError, match="no such folder; give the folder that holds train2017/"):
-        check_root("coco", tmp_path / "nowhere", FULL, report)
+        run_check("coco", tmp_path / "nowhere", FULL)
     with pytest.raises(UserError, match="is not a folder"):
-        check_root("imagenet", first(imagenet), FULL, report)
+        run_check("imagenet", first(imagenet), FULL)
+    with pytest.raises(UserError, match="--speed: times the loader of classification, not that of scenes"):
+        run_check("scenes", tmp_path, FULL, speed=True)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -376,7 +376,7 @@ def test_missing_images_are_refused_by_name(root):
     for path in (root / "train2017").iterdir():
         path.unlink()
     os.rmdir(root / "train2017")
-    with pytest.raises(UserError, match="train2017: no such folder; unpack train2017.zip here"):
+    with pytest.raises(UserError, match="train2017: no such folder; unpack train2017.zip again"):
         read_instances(root, "train")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...core.errors import RunError, UserError, did_you_mean
-from ..findings import PrintAll, Report
+from ..findings import PrintAll
 from ..kinds import KINDS, load_function
 from .sample import Depth
 
@@ -21,12 +21,18 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         emit: takes the lines.
 
     Raises:
-        UserError: an unknown kind, no such root, or `speed` of a data set without class folders. RunError: errors were found.
+        UserError: an unknown kind, no such root, or `speed` of a data set without class folders.
+        RunError: errors were found, or a decoding process died.
     """
-    report = PrintAll(root, emit)
-    if speed and kind in KINDS and "folders" not in KINDS[kind].parts:
+    if kind not in KINDS:
+        raise UserError(f"kind {kind!r}: unknown{did_you_mean(kind, KINDS)}")
+    row, report = KINDS[kind], PrintAll(root, emit)
+    if speed and "folders" not in row.parts:
         raise UserError(f"--speed: times the loader of classification, not that of {kind}; leave it out")
-    check_root(kind, root, depth, report)
+    if not root.is_dir():
+        problem = "is not a folder" if root.exists() else "no such folder"
+        raise UserError(f"{root}: {problem}; give the folder that holds {row.layout} (docs/data.md)")
+    load_function(row.check)(root, report, depth)
     warned = f"{report.num_warnings:,} warning{'s' if report.num_warnings != 1 else ''}"
     if speed:
         _emit_speed(kind, root, depth.workers, emit)
@@ -34,20 +40,6 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         number = f"{report.num_errors:,} error{'s' if report.num_errors != 1 else ''}"
         raise RunError(f"data check {kind}: {number}, {warned} in {root}; the lines above say what to do")
     emit(f"{kind} at {root}: no errors, {warned}")
-
-
-def check_root(kind: str, root: Path, depth: Depth, report: Report) -> None:
-    """Check the data set of a kind at `root`; the findings go to the report.
-
-    Raises:
-        UserError: an unknown kind, or no such folder. RunError: a decoding process died.
-    """
-    if kind not in KINDS:
-        raise UserError(f"kind {kind!r}: unknown{did_you_mean(kind, KINDS)}")
-    if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "no such folder"
-        raise UserError(f"{root}: {problem}; give the folder that holds {KINDS[kind].layout} (docs/data.md)")
-    load_function(KINDS[kind].check)(root, report, depth)
 
 
 def _emit_speed(kind: str, root: Path, workers: int, emit: Callable[[str], None]) -> None:
