@@ -33,7 +33,8 @@ def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any)
     # a family's module begins the names of its models; timm's own models have none here
     families = {f"repro.models.{model.partition('_')[0]}" for model in models}
     files = [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
-    return sorted({*import_closure(paths.root, [f"stages.{name}", *families]), *files})
+    modules = () if params is None else stage.modules(params)
+    return sorted({*import_closure(paths.root, [f"stages.{name}", *families, *modules]), *files})
 
 
 def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ class Stage:
         cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows; None where it costs
             nothing. It is a name, because an import would make the results of the stage depend on the sources of the plan.
         models: params (of a cell) -> the names of the models on whose sources its results depend.
+        modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement names.
         files: patterns of other files than modules on which its results depend, from the checkout's root.
     """
 
@@ -41,6 +42,7 @@ class Stage:
     task: Any = None
     cost: str | None = None
     models: Callable[[Any], Iterable[str]] = lambda params: ()
+    modules: Callable[[Any], Iterable[str]] = lambda params: ()
     files: tuple[str, ...] = ()
 
     @property

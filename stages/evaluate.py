@@ -127,14 +127,14 @@ def run(paths: Paths, runtime: Runtime, data: str, asked: Request) -> None:
     """
     import torch
 
-    from repro.data.manifest import open_root, read_manifest
+    from repro.data.cells import open_cell
 
     _check(asked)
-    manifest_path = paths.cell("prepare_data", data) / "manifest.json"
-    manifest = read_manifest(manifest_path)
+    prepared = open_cell(paths, runtime, data)
+    manifest_path, manifest = prepared.manifest_path, prepared.manifest
     if asked.limit is not None:
         _check_limit(asked.limit, manifest.splits["val"].images)
-    tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
+    tree = prepared.open_tree()
     subjects = list(_subjects(asked, tree.classes, data))
     if asked.limit is not None:
         tree = some(tree, asked.limit, LIMIT_SEED)
@@ -195,7 +195,7 @@ class _Bench:
     def _at(self, subject: Subject, size: int) -> dict[str, Any]:
         import torch
 
-        from repro.data.imagenet import ImageFolder, ToInput, eval_transform
+        from repro.data.classification import ImageFolder, ToInput, eval_transform
         from repro.data.loader import EvalLoader
         from repro.models.registry import family_module, kernel_backend
         from repro.tasks.classification import accuracy
@@ -264,7 +264,7 @@ def _check(asked: Request) -> None:
 
 
 def _check_limit(limit: int, images: int) -> None:
-    from repro.data.manifest import IMAGENET_1K
+    from repro.data.kinds import IMAGENET_1K
 
     if limit >= images:
         raise UserError(f"evaluate: --limit {limit}: the validation split has {images} images; leave --limit out for all of them")

@@ -92,12 +92,12 @@ def run_probe(paths: Paths, name: str, data: str, weights: Path | None, model: s
     Raises:
         UserError: an unknown probe; weights, or data, that do not fit.
     """
-    from repro.data.manifest import open_root, read_manifest
+    from repro.data.cells import open_cell
 
     runtime = load_runtime(paths)
-    manifest = read_manifest(paths.cell("prepare_data", data) / "manifest.json")
+    prepared = open_cell(paths, runtime, data)
     subject = open_subject(weights, model, choose_device(runtime.device))
-    tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
+    tree = prepared.open_tree()
     if subject.classes is not None and subject.classes != tree.classes:
         raise UserError(f"{weights}: was trained on other classes ({len(subject.classes)}) than {data} has ({len(tree.classes)})")
     found, said = probe(subject, tree, name, runtime.workers)
@@ -116,7 +116,7 @@ def _read(files: list[Path], transform: TransformSettings, device: Any) -> tuple
     import torch
     from PIL import Image
 
-    from repro.data.imagenet import ToInput, eval_transform
+    from repro.data.classification import ToInput, eval_transform
     from repro.data.pixels import read_pixels
 
     seen = []

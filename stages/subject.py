@@ -66,7 +66,7 @@ def probe(subject: Subject, tree: Any, name: str, workers: int) -> tuple[dict[st
     Raises:
         UserError: an unknown probe, or a model without inner learner.
     """
-    from repro.data.imagenet import ImageFolder, ToInput, eval_transform
+    from repro.data.classification import ImageFolder, ToInput, eval_transform
     from repro.data.loader import EvalLoader
     from repro.explain.operator import Answer
     from repro.explain.probes import Probe

@@ -77,7 +77,7 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     """
     import torch
 
-    from repro.data.manifest import open_root, read_manifest
+    from repro.data.cells import open_cell
     from repro.explain import draw, inner
     from repro.models.registry import family_module, kernel_backend
 
@@ -85,9 +85,8 @@ def run(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     device = choose_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
-    manifest_path = paths.cell("prepare_data", params.data) / "manifest.json"
-    manifest = read_manifest(manifest_path)
-    tree = open_root(runtime.data_root(paths, manifest.kind), manifest)
+    data = open_cell(paths, runtime, params.data)
+    tree, manifest_path, manifest = data.open_tree(), data.manifest_path, data.manifest
     weights = paths.cell("pretrain", params.cell) / "weights.safetensors"
     snapshots = snapshots_of(weights)
     if 0 not in snapshots:
@@ -149,7 +148,7 @@ def _images(tree: Any, transform: Any, device: Any) -> tuple[Any, Any]:
     """The validation images of a tree, (N,3,H,W) uint8, and as inputs of a model."""
     import torch
 
-    from repro.data.imagenet import ImageFolder, ToInput, eval_transform
+    from repro.data.classification import ImageFolder, ToInput, eval_transform
 
     dataset = ImageFolder(tree, "val", eval_transform(transform))
     pixels = torch.stack([torch.as_tensor(dataset[(0, index)][0]) for index in range(len(dataset))])

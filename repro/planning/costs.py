@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..benchmark.params import ADAPTER
+from ..data.kinds import KINDS
 from ..measure.adapted import adapted_cost
 from ..measure.flops import cost
 from ..measure.speed import row_id
 from ..report.demands import Measurement
-from . import KNOWN_GB
 from .planner import Planner, PlanRow, TrainingData
 
 BYTES_PER_VALUE = 4  # fp32
@@ -24,7 +24,7 @@ def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     rows = []
     for cell, params in cells.items():
         manifest = planner.find_manifest(cell)
-        size_gb = sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KNOWN_GB.get(params.kind)
+        size_gb = sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KINDS[params.kind].size_gb
         source = "from its manifest" if manifest else "as published" if size_gb else "unknown until it is written"
         rows.append(PlanRow(command=planner.command(cell), gpu_hours=0.0, disk_gb=size_gb, basis=f"CPU only; size {source}"))
     return rows

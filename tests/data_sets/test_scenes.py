@@ -11,9 +11,9 @@ from pycocotools.coco import COCO
 from scipy.ndimage import binary_erosion
 
 from repro.core.errors import UserError
-from repro.data import scenes
-from repro.data.digits import load_scans, write_digits
-from repro.data.scenes import CATEGORY_IDS, CLASSES, write_scenes
+from repro.data.embedded import scenes
+from repro.data.embedded.digits import load_scans, write_digits
+from repro.data.embedded.scenes import CATEGORY_IDS, CLASSES, write_scenes
 from repro.data.settings import DigitsSettings, ScenesSettings
 
 SMALL = ScenesSettings(train=24, val=10)
@@ -62,7 +62,7 @@ def test_files_depend_on_the_settings_alone(root, tmp_path):
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"not ours; remove them or set runtime\.data_roots\.scenes"):
+    with pytest.raises(UserError, match=r"did not write; remove them or set runtime\.data_roots\.scenes"):
         write_scenes(tmp_path, SMALL)
 
 

@@ -8,6 +8,7 @@ from ...core.paths import Paths, find_root
 from ...core.runtime import choose_device, device_slug, load_runtime
 from ...core.variants import VARIANTS
 from ...data.cells import manifest_path
+from ...data.kinds import PrepareData
 from ...data.manifest import read_manifest
 from ...tasks.classification.params import ClassifierParams
 from ...tasks.classification.spec import SPEC
@@ -66,8 +67,6 @@ def vary_recipe(name: str, paths: Paths, *, data: str | None, seeds: tuple[int, 
     Raises:
         UserError: an unknown variant or data set, or no Vittt in `pretrain`.
     """
-    from stages.prepare_data import PrepareData
-
     if name not in VARIANTS:
         raise UserError(f"{STAGE}: --variant {name}: not known{did_you_mean(name, VARIANTS)}")
     every = [load_section(ClassifierParams, paths.params, "pretrain", cell) for cell in section_keys(paths.params, "pretrain")]

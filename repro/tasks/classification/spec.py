@@ -21,14 +21,12 @@ class Classify(TaskSpec):
     scores: ClassVar[Mapping[str, str]] = {"top1_percent": "top1", "top5_percent": "top5"}
 
     def open_datasets(self, data: Any, params: ClassifierParams) -> Datasets:
-        from ...data.connect import pair_numbers
-        from ...data.imagenet import ImageFolder, eval_transform, train_transform
+        from ...data.classification import ImageFolder, eval_transform, train_transform
 
         tree, seed = data.open_tree(), params.seeds[0]
         train = ImageFolder(tree, "train", train_transform(params.transform), seed=seed, max_unreadable=params.max_unreadable)
         val = ImageFolder(tree, "val", eval_transform(params.transform))
-        groups = pair_numbers(tree.splits["train"].names) if data.kind == "connect" else None
-        return Datasets(train=train, val=val, classes=tuple(tree.classes), groups=groups)
+        return Datasets(train=train, val=val, classes=tuple(tree.classes), groups=data.groups(tree))
 
     def build_model(self, params: ClassifierParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
         from ...models.registry import build_model
@@ -82,7 +80,7 @@ class Classify(TaskSpec):
         import torch
         from torchvision.transforms.functional import to_pil_image
 
-        from ...data.imagenet import ToInput, eval_transform
+        from ...data.classification import ToInput, eval_transform
         from ...data.settings import TransformSettings
 
         model, settings = checkpoint.build().to(device), TransformSettings.from_preprocessing(checkpoint.preprocessing)

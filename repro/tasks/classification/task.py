@@ -9,7 +9,7 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from ...core.ranks import Ranks
-from ...data.imagenet import Batch, ToInput
+from ...data.classification import Batch, ToInput
 from ...data.loader import EvalLoader, TrainLoader
 from ...data.settings import TransformSettings
 from .params import MixParams

@@ -63,7 +63,7 @@ class Detect(TaskSpec):
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
         """The scores of Otsu's threshold, with the class of the most similar training example."""
-        if data.kind != "scenes":
+        if data.manifest.generated is None:
             return None
         import torch
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.errors import UserError
 from ...core.ranks import Ranks
-from ...data.imagenet import ToInput
+from ...data.classification import ToInput
 from ...data.loader import EvalLoader, TrainLoader
 from .data import IGNORED, Batch
 from .openmmlab import EncoderDecoder, IoUMetric, PixelData, SegDataSample

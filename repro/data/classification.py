@@ -1,10 +1,9 @@
-"""Images of a scanned tree as tensors: ImageNet-1K, and anything that is laid out as it is.
+"""Images of a scanned tree as tensors: ImageNet-1K, and any data set in the same layout.
 
-Images travel as bytes, a quarter of what fp32 takes on the way from a loading process, and `ToInput` makes of a batch of them what
-a model takes, where the model lies.
+Images travel from the loading processes as bytes, which takes a quarter of what fp32 would. `ToInput` turns a batch of bytes into the
+input of a model, on the model's device.
 """
 
-import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,10 @@ from timm.data.random_erasing import RandomErasing
 from torch.utils.data import Dataset, default_collate
 
 from ..core.errors import UserError
+from .pixels import UNREADABLE, decode_rgb, decode_upright
 from .randomness import own_randomness
 from .settings import TransformSettings
-from .tree import UNREADABLE, Source, Tree
+from .tree import Source, Tree
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # images (B, 3, H, W), targets (B,)
 
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """PIL image -> uint8 tensor (3, image_size, image_size) by timm: crop, flip, RandAugment."""
+    """timm's transform for training, from a PIL image to a uint8 tensor (3, image_size, image_size): crop, flip, RandAugment."""
     transform = create_transform(
         settings.image_size,
         is_training=True,
-        use_prefetcher=True,  # bytes: what turns them into inputs is `ToInput`
+        use_prefetcher=True,  # gives bytes, which `ToInput` turns into inputs
         scale=settings.scale,
         ratio=settings.ratio,
         hflip=settings.hflip,
@@ -49,26 +49,31 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 
 
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """PIL image -> uint8 tensor (3, image_size, image_size): resize by crop_pct, centre crop, by timm."""
+    """timm's transform for evaluation, from a PIL image to a uint8 tensor (3, image_size, image_size): resize by crop_pct, centre crop."""
     return create_transform(
         settings.image_size, is_training=False, use_prefetcher=True, interpolation=settings.interpolation, crop_pct=settings.crop_pct
     )
 
 
 class ToInput:
-    """uint8 images (B, 3, H, W) -> fp32 on `device`, normalised and, for training, erased in part (mode `pixel`) by timm.
+    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in training.
 
     Erasing draws from Python's and torch's global generators.
+
+    Args:
+        settings: mean, deviation and the probability of erasing.
+        device: where the inputs shall be.
+        training: whether to erase.
     """
 
     def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
         self.device = device
-        # values of bytes, so that a batch is touched once less
+        # for values of 0..255, which saves one pass over the batch
         self._mean, self._std = (255 * torch.tensor(x, device=device).view(3, 1, 1) for x in (settings.mean, settings.std))
         self._erase = RandomErasing(settings.re_prob, mode="pixel", device=device) if training and settings.re_prob else None
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        # first the way, then the type: in one call the CPU would convert, and four times the bytes travel
+        # move first and convert then: in one call the CPU would convert, and four times the bytes would travel
         inputs = images.to(self.device, non_blocking=True).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         inputs.sub_(self._mean).div_(self._std)
         if self._erase is not None:
@@ -77,24 +82,24 @@ class ToInput:
 
 
 class ImageFolder(Dataset):
-    """One split of a tree. Items are asked for by (epoch, index), and the augmentation depends on these and the seed alone.
+    """One split of a tree. Items are indexed by (epoch, index), and the augmentation depends only on these and on the seed.
 
-    A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next
-    readable one (its neighbour, so mostly of the same class). More than `max_unreadable` of them end the run.
+    A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next readable one, its
+    neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
 
     Args:
-        tree: see `manifest.open_root`.
+        tree: see `DataCell.open_tree`.
         split: `train` or `val`.
-        transform: PIL RGB image -> tensor.
-        seed: of the augmentation.
+        transform: turns a PIL image, RGB, into a tensor.
+        seed: seed of the augmentation.
         max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
     """
 
     def __init__(self, tree: Tree, split: str, transform: Callable, *, seed: int = 0, max_unreadable: int = 0):
         self.tree, self.split, self.transform, self.seed, self.max_unreadable = tree, split, transform, seed, max_unreadable
         self._targets = tree.splits[split].targets
-        # one flag per file and not a counter: setting a flag twice from two processes is harmless, and a file met in
-        # every epoch counts once
+        # one flag per file instead of a counter: two processes may set the same flag, and a file that is met in every epoch counts
+        # once
         self._unreadable = torch.zeros(len(self._targets), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
@@ -107,20 +112,20 @@ class ImageFolder(Dataset):
             return self.transform(image), int(self._targets[index])
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
-        """Stack images as they lie in memory, channels last: to transpose them costs a CPU a tenth of decoding, a GPU nothing."""
+        """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and costs a GPU nothing."""
         images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
         return images.permute(0, 3, 1, 2), targets
 
     def name(self, index: int) -> str:
-        """An image's path from the split's folder."""
+        """An image's path relative to the split's folder."""
         return self.tree.path(self.split, index).relative_to(self.tree.root / self.split).as_posix()
 
     def unreadable(self) -> list[Path]:
-        """The unreadable files met so far, in all processes."""
+        """The unreadable files that any process has met so far."""
         return [self.tree.path(self.split, index) for index in self._unreadable.nonzero().flatten().tolist()]
 
     def require_readable(self) -> None:
-        """Raise a `UserError` when more files than allowed were unreadable."""
+        """Raise a `UserError` if more files than allowed were unreadable."""
         count = int(self._unreadable.sum())
         if count > self.max_unreadable:
             shown = ", ".join(map(str, self.unreadable()[:3])) + (", ..." if count > 3 else "")
@@ -133,21 +138,20 @@ class ImageFolder(Dataset):
         for offset in range(len(self)):
             candidate = (index + offset) % len(self)
             try:
-                return read_rgb(self.tree.source(self.split, candidate)), candidate
+                return read_rgb(self.tree.source(self.split, candidate), self.tree.upright), candidate
             except UNREADABLE as error:
                 if not self._unreadable[candidate]:
                     self._unreadable[candidate] = 1
                     _log.warning("%s: unreadable, the next image takes its place: %s", self.tree.path(self.split, candidate), error)
                 self.require_readable()
-        raise UserError(f"{self.tree.root / self.split}: not one of {len(self)} images can be read")
+        raise UserError(f"{self.tree.root / self.split}: none of the {len(self)} images can be read; get them again")
 
 
-def read_rgb(source: Source) -> Image.Image:
-    """Decode an image as RGB; raises what Pillow raises."""
-    with Image.open(io.BytesIO(source.read())) as image:
-        return image.convert("RGB")
+def read_rgb(source: Source, upright: bool = False) -> Image.Image:
+    """Decode an image as RGB, turned as its EXIF data say if `upright`; raises what Pillow raises, see `UNREADABLE`."""
+    return (decode_upright if upright else decode_rgb)(source.read())
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """What timm's operation does, down to the 0 bits (a black image) that it asks for at full strength and Pillow 13 refuses."""
+    """timm's operation, extended to 0 bits (a black image): timm asks for them at full strength, and Pillow 13 refuses them."""
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)

@@ -1,13 +1,13 @@
 """The embedded data set of dense tasks: handwritten digits on textures, in the formats of COCO 2017 and of ADE20K.
 
-An image is square and grey. Its ground is cut in two by a straight line, each side one of three textures; 3 to 8 scans of
-scikit-learn's digits lie on it, 24 to 96 pixels wide, turned by up to 30 degrees, over one another and over the border. Digits are
-0.4 to 1.0 of the way from mid-grey to white, textures swing around mid-grey by as much as 0.6 of the range.
+An image is square and grey. A straight line cuts its ground in two, and each side has one of three textures. On it lie 3 to 8 scans
+of scikit-learn's digits, 24 to 96 pixels wide, turned by up to 30 degrees, over one another and over the border. The brightness of a
+digit is 0.4 to 1.0 of the way from mid-grey to white; textures swing around mid-grey by up to 0.6 of the range.
 
-Detection has the ten digits for categories, with ids as sparse as COCO's, masks of what is visible, and boxes around these.
-Segmentation has the digits for classes 1..10 and the textures for 11..13, so that no class is a background that scores for
-nothing. Its label 0, unlabelled, is the soft rim of the strokes, where digit and ground mix, and what shows of a digit too
-little to be annotated.
+Detection has the ten digits as categories, with ids as sparse as COCO's, masks of the visible parts, and boxes around the masks.
+Segmentation has the digits as classes 1..10 and the textures as 11..13, so that there is no background class to score on. Its label
+0, unlabelled, is the soft rim of the strokes, where digit and ground mix, and those parts of a digit that are too small to be
+annotated.
 """
 
 import json
@@ -19,32 +19,33 @@ import numpy as np
 from PIL import Image
 from pycocotools import mask as rle
 
+from ...core.ui import track
+from ..settings import ScenesSettings
+from . import new_tree
 from .digits import choose_val, load_scans
-from .embedded import new_tree
-from .settings import ScenesSettings
 
 TEXTURES = ("clouds", "stripes", "checks")
 CLASSES = (*(f"digit {digit}" for digit in range(10)), *TEXTURES)
 CATEGORY_IDS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)  # of the digits 0..9
 # split -> (folder of COCO, folder of ADE20K, prefix of ADE20K's file names)
-SPLITS = {"train": ("train2017", "training", "ADE_train"), "val": ("val2017", "validation", "ADE_val")}
-_DIGITS_AN_IMAGE = (3, 8)
+_FOLDERS = {"train": ("train2017", "training", "ADE_train"), "val": ("val2017", "validation", "ADE_val")}
+_DIGITS_PER_IMAGE = (3, 8)
 _SIDE_PX = (24, 96)
 _ANGLE_DEGREES = 30
 _CONTRAST = (0.4, 1.0)
 _TEXTURE_CONTRAST = (0.2, 0.6)
-# of a scan's 255: the ink where a stroke begins to cover the ground, is its mask, and covers it fully
+# grey levels of a scan, 0 to 255, at which a stroke begins to cover the ground, belongs to its mask, and covers the ground fully
 _FAINT, _INK, _FULL = 60, 100, 140
-_VISIBLE_PX = 20  # fewer are no instance
+_VISIBLE_PX = 20  # a digit with fewer visible pixels is not an instance
 _MID_GREY = 127.5
-_NOISE = 8  # grey levels, up and down
+_NOISE = 8  # grey levels, in both directions
 
 
 def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """Write `root/coco` and `root/ade20k`, replacing an earlier tree of this function.
 
-    Images are PNGs, which have the same bytes and file sizes on every machine where JPEG encoders differ; both layouts share them
-    by hard links. Train and val show different scans. The same settings give the same files.
+    Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them by hard links.
+    Train and val show different scans. The same settings give the same files.
 
     Raises:
         UserError: `root` holds something that this function did not write.
@@ -53,24 +54,24 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
     in_val = choose_val(targets, settings.val_fraction, settings.split_seed)
     with new_tree(root, "scenes", settings) as tree:
         (tree / "coco/annotations").mkdir(parents=True)
-        for split, (coco, ade, prefix) in SPLITS.items():
+        for split, (coco, ade, prefix) in _FOLDERS.items():
             places = [tree / "coco" / coco, tree / "ade20k/images" / ade, tree / "ade20k/annotations" / ade]
             for folder in places:
                 folder.mkdir(parents=True)
             members = np.flatnonzero(in_val == (split == "val"))
             images, annotations = [], []
-            for number in range(getattr(settings, split)):
+            for number in track(range(getattr(settings, split)), f"drawing {root.name}, {split}", unit="images"):
                 image_id = number + 1 if split == "train" else settings.train + number + 1
-                # a generator for each image: more images leave the first ones as they are
+                # one generator per image, so that more images leave the first ones as they are
                 rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
                 pixels, instances, labels = draw(rng, scans[members], targets[members], settings.image_size)
                 file, stem = f"{image_id:012d}.png", f"{prefix}_{number + 1:08d}"
-                # stored, not deflated, as those of `digits` are
+                # stored uncompressed, like those of `digits`
                 Image.fromarray(pixels).save(places[0] / file, compress_level=0)
                 _share(places[0] / file, places[1] / f"{stem}.png")
                 Image.fromarray(labels).save(places[2] / f"{stem}.png", compress_level=0)
                 images.append({"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size})
-                # at most eight in an image, so no id occurs twice, in neither split
+                # an image has at most eight, so that ids are unique over both splits
                 annotations += [_annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)]
             content = {
                 "info": {"description": "scenes: handwritten digits on textures", "version": "1.0"},
@@ -93,17 +94,19 @@ def draw(
     """One image of `size` x `size` pixels.
 
     Args:
+        rng: decides everything that is random.
         scans: (N, 8, 8) uint8, to choose from.
         targets: (N,) the digits that they show.
+        size: side in pixels.
 
     Returns:
-        The pixels, uint8; for each instance its digit and the mask of its visible part, bool; the label map, uint8. An instance's
-        mask is where the label map has its class and no digit of the same class lies there.
+        The pixels (size, size), uint8; for each instance its digit and the mask of its visible part (size, size), bool; the label map
+        (size, size), uint8, which has an instance's class wherever its mask is true.
     """
     canvas, labels = _ground(rng, size)
-    owner = np.full((size, size), -1)  # whose stroke a pixel shows
+    owner = np.full((size, size), -1)  # the digit whose stroke a pixel shows
     digits = []
-    for number in range(rng.integers(*_DIGITS_AN_IMAGE, endpoint=True)):
+    for number in range(rng.integers(*_DIGITS_PER_IMAGE, endpoint=True)):
         chosen = rng.integers(len(scans))
         digits.append(int(targets[chosen]))
         side = rng.integers(*_SIDE_PX, endpoint=True)
@@ -154,7 +157,7 @@ def _texture(rng: np.random.Generator, kind: str, x: np.ndarray, y: np.ndarray) 
 
 
 def _enlarge(scan: np.ndarray, side: int, degrees: float) -> np.ndarray:
-    """A scan's ink, uint8, `side` pixels wide before it is turned and with a rim of one of its pixels for strokes to end in."""
+    """A scan's ink, uint8, `side` pixels wide before it is turned, with a rim of one scan pixel in which strokes can end."""
     whole = round(side * 10 / 8)
     large = Image.fromarray(np.pad(scan, 1)).resize((whole, whole), Image.Resampling.BICUBIC)
     return np.asarray(large.rotate(degrees, Image.Resampling.BICUBIC, expand=True))

@@ -1,13 +1,13 @@
 """The embedded connectivity task, in the manner of Pathfinder: do two markers lie on the ends of the same dashed curve?
 
-Two curves come close to each other at a bend and part again: four arms leave it at right angles, and each curve joins two that are
-neighbours. Markers lie on the ends of arms 0 and 1. `joined` has a bend between 0 and 1, and one between 2 and 3; `apart` has the
-same turned by 90 degrees, between 1 and 2, and between 3 and 0.
+Two curves come close to each other at a bend and part again: four arms leave the bend at right angles, and each curve joins two
+neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1, and one between 2 and 3;
+`apart` has the same bends turned by 90 degrees, between 1 and 2, and between 3 and 0.
 
-Images are drawn in such pairs, which differ in these two dashes only. So positions of markers, lengths of curves, dashes and ink
-of the classes are equal, not merely alike. Nothing outside the bend tells the class, nor does the bend alone, since the markers lie
-on any two neighbouring arms with the same chance: it takes the bend and the arms that lead from it to the markers. Distractors are
-more such curves without markers, the same in both images.
+Images are drawn in such pairs, which differ only in these two dashes. The positions of the markers, the lengths of the curves, the
+dashes and the ink are therefore equal in both classes, and not merely alike. Nothing outside the bend tells the class, and neither
+does the bend alone, since the markers lie on any two neighbouring arms with the same probability: the class follows from the bend
+and the arms that lead from it to the markers. Distractors are further such curves without markers, equal in both images.
 """
 
 from pathlib import Path
@@ -15,15 +15,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..core.errors import UserError
-from .embedded import new_tree
-from .settings import ConnectSettings
+from ...core.errors import UserError
+from ...core.ui import track
+from ..settings import SPLITS, ConnectSettings
+from . import new_tree
 
-CLASSES = ("apart", "joined")
-_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exactly, as exp(1j * angle) is not
-_SAMPLES_A_PX = 2
-_COARSE = 4  # of the samples, every so many are looked at for clearance
-_CANDIDATES, _PROPOSALS, _TRIES = 32, 8, 40  # at once; how often beside the curves that lie there, and with all of them anew
+_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exact, unlike exp(1j * angle)
+_SAMPLES_PER_PX = 2
+_COARSE = 4  # every fourth sample is tested for clearance
+_CANDIDATES = 32  # curves that are proposed at once
+_PROPOSALS = 8  # how often a curve is proposed beside those that were placed before
+_TRIES = 40  # how often the image is begun anew
 
 
 def write_connect(root: Path, settings: ConnectSettings) -> None:
@@ -35,14 +37,14 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
         UserError: `root` holds something that this function did not write, or the curves do not fit into an image.
     """
     with new_tree(root, "connect", settings) as tree:
-        for split in ("train", "val"):
-            for name in CLASSES:
+        for split in SPLITS:
+            for name in settings.CLASSES:
                 (tree / split / name).mkdir(parents=True)
-            for number in range(getattr(settings, f"{split}_pairs")):
-                # a generator for each pair: more pairs leave the first ones as they are
+            for number in track(range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"):
+                # one generator per pair, so that more pairs leave the first ones as they are
                 rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
-                for name, pixels in zip(CLASSES, draw_pair(rng, settings)):
-                    # stored, not deflated, as those of `digits` are
+                for name, pixels in zip(settings.CLASSES, draw_pair(rng, settings)):
+                    # stored uncompressed, like those of `digits`
                     Image.fromarray(pixels).save(tree / split / name / f"pair_{number:05d}.png", compress_level=0)
 
 
@@ -65,16 +67,11 @@ def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray
     return np.rint(255 * canvas).astype(np.uint8)
 
 
-def pair_numbers(names: np.ndarray) -> np.ndarray:
-    """(N,) the pair of each image of a split, by its file name: a loader's `groups`, which bring both of a pair into one batch."""
-    return np.unique(names, return_inverse=True)[1]
-
-
 def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Arms (4, P) and possible bends (4, Q) of each two curves, those with the markers first.
+    """Arms (4, P) and possible bends (4, Q) of each pair of curves, the pair with the markers first.
 
-    They are points of the complex plane, x + iy in pixels, two for each pixel of length. Arms run outwards, bend k joins arms k
-    and k + 1.
+    They are points of the complex plane, x + iy in pixels, with two points per pixel of length. Arms run outwards, and bend k joins
+    arms k and k + 1.
 
     Raises:
         UserError: they do not fit into an image.
@@ -96,19 +93,19 @@ def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tu
             return placed
     raise UserError(
         f"connect: {2 * len(lengths)} curves with arms of {settings.dashes[0]} to {settings.dashes[1]} dashes do not fit into "
-        f"{settings.image_size} pixels, tried {_TRIES} times; take fewer distractors, fewer or shorter dashes, or a larger image_size"
+        f"{settings.image_size} pixels after {_TRIES} attempts; take fewer distractors, fewer or shorter dashes, or a larger image_size"
     )
 
 
 def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
     """Candidates inside the image: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
     period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
-    along = np.arange(_SAMPLES_A_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_A_PX
+    along = np.arange(_SAMPLES_PER_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_PER_PX
     knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
     curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
-    steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_A_PX) / _SAMPLES_A_PX
+    steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_PER_PX) / _SAMPLES_PER_PX
     arms = radius + np.cumsum(steps, axis=2) - steps[:, :, :1]
-    bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_A_PX * period + 1)))
+    bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_PER_PX * period + 1)))
     tilt = np.radians(45 + rng.uniform(-settings.tilt_degrees, settings.tilt_degrees, (_CANDIDATES, 1, 1)))
     turns = np.exp(1j * tilt) * 1j ** rng.integers(4, size=(_CANDIDATES, 1, 1)) * _QUARTER_TURNS
     arms, bends = turns * arms, turns * bend
@@ -127,7 +124,7 @@ def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: Conn
     arms, bends = arms[:, :, ::_COARSE], bends[:, :, ::_COARSE]
     points = arms.reshape(count, 4 * arms.shape[2])
     number = np.arange(points.shape[1])
-    along = number % arms.shape[2] * (_COARSE / _SAMPLES_A_PX)
+    along = number % arms.shape[2] * (_COARSE / _SAMPLES_PER_PX)
     near = (np.abs(along[:, None] - along) < 2 * clearance) & (number[:, None] // arms.shape[2] == number // arms.shape[2])
     fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
     fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
@@ -137,13 +134,13 @@ def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: Conn
 
 
 def _draw(canvas: np.ndarray, paths: np.ndarray, settings: ConnectSettings) -> None:
-    """Ink the dashes of paths (K, P), each of which begins in the middle of a gap."""
-    along = np.arange(paths.shape[1]) / _SAMPLES_A_PX - settings.gap_px / 2
+    """Draw the dashes of paths (K, P), each of which begins in the middle of a gap."""
+    along = np.arange(paths.shape[1]) / _SAMPLES_PER_PX - settings.gap_px / 2
     _stamp(canvas, paths[:, along % (settings.dash_px + settings.gap_px) <= settings.dash_px], settings.thickness_px)
 
 
 def _stamp(canvas: np.ndarray, centres: np.ndarray, diameter_px: float) -> None:
-    """Cover the pixels under discs, in part at their rims."""
+    """Cover the pixels under discs; pixels at a rim are covered in part."""
     reach = int(diameter_px / 2 + 1.5)
     window = np.arange(-reach, reach + 1)
     centres = centres.reshape(-1, 1, 1)
