@@ -40,7 +40,7 @@ class Stage:
 
 def stage_names() -> list[str]:
     """The names of all stages, which are those of their modules, in alphabetical order."""
-    library = ("training", "dense", "subject", "ablate_grid", "efficiency_sweep", "selftest_lab")
+    library = ("training", "dense", "ablate_grid", "efficiency_sweep", "selftest_lab")
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in library]
 
 

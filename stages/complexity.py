@@ -119,8 +119,8 @@ def run(params: ComplexityParams, paths: Paths) -> None:
             "model": model,
             "options": dict(options),
             "resolution": list(resolution),
-            "params": result.params,
-            "params_m": round(result.params / 1e6, 3),
+            "params": result.num_params,
+            "params_m": round(result.num_params / 1e6, 3),
             "macs_g": result.macs_g,
             "method": result.method,
         }

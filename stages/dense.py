@@ -140,24 +140,22 @@ def build_backbone(params: Any, paths: Paths, where: str, features: Literal["las
     Raises:
         UserError: a model or weights that do not fit; see also `check_weights`.
     """
-    from repro.models.adapter import build_adapter
-    from repro.models.transfer import load_backbone
-    from repro.models.weights import is_official, read_metadata
+    from repro.models.checkpoints import open_weights
+    from repro.models.pyramid import build_pyramid, load_backbone
 
     check_weights(params, paths, where)
-    options, path = dict(params.options), None
+    options, checkpoint = dict(params.options), None
     if params.weights is not None:
-        path = paths.root / params.weights
-        if not is_official(path):  # positions are as long as the training's images were large
-            options |= {k: v for k, v in read_metadata(path).get("options", {}).items() if k == "img_size"}
+        checkpoint = open_weights(paths.root / params.weights, model=params.model)
+        options |= checkpoint.size_option  # positions are as long as the training's images were large
     try:
-        adapter = build_adapter(
+        adapter = build_pyramid(
             params.model, options=options, features=features, drop_path_rate=params.drop_path, freeze_backbone=params.freeze_backbone
         )
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
     adapter.set_grad_checkpointing(params.recompute_blocks)
-    report = load_backbone(adapter, path) if path else dict.fromkeys(adapter.state_dict(), "expected: new")
+    report = load_backbone(adapter, checkpoint) if checkpoint else dict.fromkeys(adapter.state_dict(), "expected: new")
     return adapter, report
 
 

@@ -163,7 +163,7 @@ def _training_row(paths: Paths, results: Results, rates: Rates, stage: str, cell
     return Row(
         command=f"dvc repro {stage}@{cell}",
         gpu_hours=params.epochs * images / speed.img_per_s / 3600,
-        disk_gb=counted.params * 4 * ((3 + bool(params.ema_decay)) * 3 + 2 * len(params.snapshot_epochs) + 1) / 1e9,
+        disk_gb=counted.num_params * 4 * ((3 + bool(params.ema_decay)) * 3 + 2 * len(params.snapshot_epochs) + 1) / 1e9,
         basis=f"{params.epochs} epochs of {images:,} images at {speed.img_per_s:,.0f} img/s, {speed.how}",
         note=speed.note,
         gives=frozenset({("accuracy", prepared.kind, key)}),

@@ -128,9 +128,9 @@ def _classifier(weights: Path, metadata: dict, device: Any, min_score: float) ->
     from torchvision.transforms.functional import to_pil_image
 
     from repro.data.imagenet import ToInput, eval_transform
-    from repro.models.weights import build_from_weights
+    from repro.models.checkpoints import open_weights
 
-    model, settings = build_from_weights(weights)[0].to(device), TransformSettings.from_preprocessing(metadata["preprocessing"])
+    model, settings = open_weights(weights).build().to(device), TransformSettings.from_preprocessing(metadata["preprocessing"])
     transform, to_input = eval_transform(settings), ToInput(settings, device)
 
     @torch.inference_mode()
@@ -192,9 +192,9 @@ def _segmenter(weights: Path, metadata: dict, device: Any, min_score: float) -> 
 
 def _filled(weights: Path, metadata: dict, features: Literal["last", "each"], wrap: Any) -> Any:
     """A dense model as its weights file describes it, in eval mode."""
-    from repro.models.adapter import build_adapter
-    from repro.models.weights import load_weights
+    from repro.models.checkpoints import open_weights
+    from repro.models.pyramid import build_pyramid
 
-    model = wrap(build_adapter(metadata["model"], options=metadata["options"], features=features))
-    load_weights(weights, model, name=metadata["model"])
+    model = wrap(build_pyramid(metadata["model"], options=metadata["options"], features=features))
+    open_weights(weights).load_into(model)
     return model.eval()

@@ -162,7 +162,7 @@ def _count(spec: RowSpec) -> dict[str, Any]:
     from . import flops
 
     counted = flops.cost(spec.model, spec.options, spec.resolution)
-    return {"params": counted.params, "macs_g": counted.macs_g}
+    return {"params": counted.num_params, "macs_g": counted.macs_g}
 
 
 def _last_json(out: str) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ def test_hours_and_disk_by_hand(checkout):
     found = row(plan.run(Paths(checkout), Rates(given={NANO: 7.19})), PRETRAIN)
     assert found.gpu_hours == pytest.approx(400 / 3600)
     counted = cost(NANO, {"depth": 1, "num_classes": 10}, (32, 32))
-    assert found.disk_gb == pytest.approx(counted.params * 4 * 14 / 1e9)
+    assert found.disk_gb == pytest.approx(counted.num_params * 4 * 14 / 1e9)
     assert found.basis == "2 epochs of 1,438 images at 7 img/s, given" and found.note == ""
 
 

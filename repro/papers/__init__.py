@@ -1,0 +1,1 @@
+"""One room for each paper that this project compares itself with."""

@@ -1,0 +1,1 @@
+"""Everything that belongs to the paper Vision-TTT alone."""
