@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -53,7 +54,7 @@ class Stage:
 
 def stage_names() -> list[str]:
     """The names of all stages, which are those of their modules, in alphabetical order."""
-    library = ("subject", "selftest_lab")
+    library = ("selftest_lab",)
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in library]
 
 
@@ -65,6 +66,11 @@ def load_module(name: str) -> Any:
 def load_stages() -> dict[str, Stage]:
     """The whole table: name -> row."""
     return {name: load_module(name).STAGE for name in stage_names()}
+
+
+def list_families() -> list[str]:
+    """The modules of `repro.models`, each with all that it imports of it; found without importing them."""
+    return [f"repro.models.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])]
 
 
 def verb_of(name: str) -> str:

@@ -6,7 +6,11 @@ from repro.core.paths import find_root
 
 from . import Stage
 
-STAGE = Stage(params=ComplexityParams, cost="repro.planning.costs:charge_complexity")
+STAGE = Stage(
+    params=ComplexityParams,
+    models=lambda params: [options.get("backbone", model) for model, options, _ in params.rows()],
+    cost="repro.planning.costs:charge_complexity",
+)
 
 
 def command() -> None:

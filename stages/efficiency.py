@@ -12,7 +12,9 @@ from repro.core.runtime import load_runtime
 
 from . import Stage
 
-STAGE = Stage(params=EfficiencyParams, cost="repro.planning.costs:charge_efficiency")
+STAGE = Stage(
+    params=EfficiencyParams, models=lambda params: [model for model, _ in params.models], cost="repro.planning.costs:charge_efficiency"
+)
 
 
 def command(

@@ -21,6 +21,6 @@ def command(
     min_score: Annotated[float, typer.Option(min=0, max=1, help="Do not draw detections below this score.")] = 0.5,
 ) -> None:
     """Classify pictures, or draw what is detected or segmented in them."""
-    from repro.tasks.predict import predict_pictures
+    from repro.inference.predict import predict_pictures
 
     predict_pictures(images, weights, task, output, json, min_score)

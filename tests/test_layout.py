@@ -56,9 +56,9 @@ ALLOWED = {
         "repro.report",
     },
 }
-# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors)
+# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors, huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.measure")
-LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors"}
+LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}
 
 
 def imported(path: Path, package: str) -> set[str]:

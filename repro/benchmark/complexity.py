@@ -74,8 +74,8 @@ def _make_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int
         "model": model,
         "options": dict(options),
         "image_size": list(image_size),
-        "num_params": counted.params,
-        "params_m": round(counted.params / 1e6, 3),
+        "num_params": counted.num_params,
+        "params_m": round(counted.num_params / 1e6, 3),
         "macs_g": counted.macs_g,
         "method": counted.method,
     }

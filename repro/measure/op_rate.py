@@ -11,8 +11,8 @@ from kernels.bi_wkv import bi_wkv
 from kernels.selective_scan import selective_scan_bidir
 from kernels.ttt_linear.reference import ttt_linear_dual
 
+from ..models.ttt_mixer import ttt_linear_macs
 from .speed import DTYPES, STEP_TIMERS, median_interval
-from .terms import ttt_linear_macs
 
 TOKENS = 6400  # 1280 x 1280 pixels
 REPEATS = 7
@@ -47,7 +47,7 @@ def op_rate(
 
     Returns:
         {matmul_gflop_per_s, op_gflop_per_s, share_of_matmul_rate, share_ci95, op_ms, matmul_ms, op_samples_ms,
-        matmul_samples_ms, sizes, backend}: rates from median times, with 2 FLOPs per MAC and the MACs of `terms.ttt_linear_macs`;
+        matmul_samples_ms, sizes, backend}: rates from median times, with 2 FLOPs per MAC and the MACs of `ttt_mixer.ttt_linear_macs`;
         `share_ci95` is the interval of the median over the shares of the single turns.
     """
     draw = _make_draw(device)

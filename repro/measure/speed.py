@@ -165,7 +165,7 @@ def _count(spec: RowSpec) -> dict[str, Any]:
     from . import flops
 
     counted = flops.cost(spec.model, spec.options, spec.image_size)
-    return {"num_params": counted.params, "macs_g": counted.macs_g}
+    return {"num_params": counted.num_params, "macs_g": counted.macs_g}
 
 
 def _last_json(out: str) -> dict[str, Any] | None:

@@ -27,6 +27,17 @@ def design_has(design: Design, part: Design) -> bool:
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 
+def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> int:
+    """Multiply-adds of the inner learner in one direction.
+
+    Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n tokens. The
+    last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk.
+    """
+    b = chunk_size or tokens
+    squares = tokens // b * b * b + (tokens % b) ** 2
+    return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
+
+
 class TTTMixer(nn.Module):
     """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
 

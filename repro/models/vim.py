@@ -22,6 +22,7 @@ STATE_DIM = 16
 CONV_KERNEL = 4
 EXPAND = 2
 EPS = 1e-5
+PAPER_SCAN_MACS = 18  # of the scan per token, channel and state, for both directions, in Eq. 13 of the paper Vision-TTT
 STEP_SIZES = 1e-3, 0.1  # the forward direction's Δ starts log-uniform between them
 OFFICIAL_PREFIXES = {"layers.": "blocks.", "norm_f.": "norm.", "patch_embed.proj.": "patch_embed."}
 
@@ -201,6 +202,14 @@ class Vim(Backbone):
     def class_feature(self, tokens: Tensor) -> Tensor:
         """Normalised tokens (B, T, D) -> the class token's (B, D)."""
         return tokens[:, (tokens.shape[1] - 1) // 2]
+
+    def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
+        """`blocks`, which the papers count otherwise than we do, and their count for one image.
+
+        It is Eq. 13, 6TD² + 18·T·2D·16 per block, which leaves out convolutions and small projections.
+        """
+        D, T = self.embed_dim, grid[0] * grid[1] + 1
+        return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
     def _middle(self, grid: Grid) -> tuple[int, ...]:
         return self.prefix_positions(grid[0] * grid[1])

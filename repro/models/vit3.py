@@ -180,6 +180,39 @@ class ViT3(Backbone):
         """Normalised tokens (B, N, C) -> their mean (B, C)."""
         return tokens.mean(dim=1)
 
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        C, L, d = self.embed_dim, self.depth, self.embed_dim // self.num_heads
+        qkv, proj = 3 * C + 3 * d, C + d  # outputs of the first linear layer, inputs of the second
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + C,
+            "cpe": L * (9 * C + C),
+            "layer_norms": L * 4 * C + 2 * C,
+            "projections": L * ((C + 1) * qkv + (proj + 1) * C),
+            "inner_start": L * (2 * C * d + 9 * d),
+            "mlp": L * (8 * C * C + 5 * C),
+            "head": self.num_classes * (C + 1),
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels.
+
+        The inner step has 6·N·C·d in the heads (K, its transpose and Q, each with two d x d matrices) and 2·9·N·d in the
+        convolution (the gradient of its window, and its output); the damping is element-wise and free.
+        """
+        C, L, d = self.embed_dim, self.depth, self.embed_dim // self.num_heads
+        h, w = self.grid_of(*image_size)
+        N = h * w
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "cpe": L * N * 9 * C,
+            "projections": L * N * C * (3 * C + 3 * d + C + d),
+            "inner_glu": L * 6 * N * C * d,
+            "inner_conv": L * 2 * 9 * N * d,
+            "mlp": L * N * 8 * C * C,
+            "head": C * self.num_classes,
+        }
+
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Nothing by name: the fast weights' start decays as other matrices do, biases and norms are exempt by timm's own rule."""

@@ -12,7 +12,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from .backbone import Backbone, Grid, create, default_cfg, insert_tokens, remove_tokens
-from .ttt_mixer import DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, design_has
+from .ttt_mixer import CONV_KERNEL, DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, design_has, ttt_linear_macs
 
 Pool = Literal["mean", "max", "head", "mid", "double"]
 POOLS: tuple[Pool, ...] = ("mean", "max", "head", "mid", "double")  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
@@ -158,9 +158,63 @@ class Vittt(Backbone):
         num_patches = tokens.shape[1] - self.cls_token.shape[1]
         return tokens[:, list(self.prefix_positions(num_patches))].mean(dim=1)
 
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
+        hidden, built_for = int(8 * D / 3), self.grid_size[0] * self.grid_size[1]
+        class_tokens = len(self.prefix_positions(built_for))
+        states = {"per_direction": R, "shared": 1, "frozen": 0}[self.w0]  # a frozen W0 is a buffer, not a parameter
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + D,
+            "pos_embed": (built_for + class_tokens) * D,
+            "class_tokens": class_tokens * D,
+            "layer_norms": L * 4 * D + 2 * D,
+            "projections": L * self.num_projections * D * D,
+            "conv1d": L * R * 2 * (CONV_KERNEL * D + D) * design_has(self.design, "conv1d"),
+            "dwconv": L * 9 * D * design_has(self.design, "conv2d"),
+            "learning_rate": L * (D * H + H),
+            "inner_state": L * states * H * (D // H) ** 2,
+            "inner_bias_and_norm": L * R * 3 * D,
+            "token_scale": L * R * (self.chunk_size or built_for + class_tokens),
+            "post_norm": L * 2 * D,
+            "swiglu": L * (3 * D * hidden + 2 * hidden + D),
+            "head": self.num_classes * (D + 1),
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels.
+
+        Per token and layer: n·D² for the n projections, 3·D·hidden for SwiGLU, (3d + 2b)·D for the inner learner and 8·D for
+        Conv1d in each direction, 9·D for DWConv and D·H for the learning rate, with d = D/H and chunks of b tokens. The paper's
+        Eq. 14, 6TD² + 6TDd + 4bTD, is the projections and the inner learner of two directions.
+        """
+        D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
+        h, w = self.grid_of(*image_size)
+        N, T = h * w, h * w + len(self.prefix_positions(h * w))
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "projections": L * T * self.num_projections * D * D,
+            "conv1d": L * T * R * 2 * CONV_KERNEL * D * design_has(self.design, "conv1d"),
+            "dwconv": L * N * 9 * D * design_has(self.design, "conv2d"),
+            "learning_rate": L * T * D * H,
+            "inner_learner": L * R * ttt_linear_macs(T, H, D // H, self.chunk_size),
+            "swiglu": L * T * 3 * D * int(8 * D / 3),
+            "head": D * self.num_classes,
+        }
+
+    @property
+    def directions(self) -> int:
+        """Directions of the scan, 1 or 2."""
+        return 2 if design_has(self.design, "dual") else 1
+
+    @property
+    def num_projections(self) -> int:
+        """D x D projections of a mixer: k, v and, before it is shared with k, q in each direction; the gate and the output once."""
+        return self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
+
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, class tokens and the inner learner's norm, bias and token scale; W0 and the projections decay."""
+        """Embeddings, class tokens, and the inner learner's norm, bias and token scale; W0 and the projections decay."""
         exempt = ("pos_embed", "cls_token", "cls_pos_embed", "mixer.ln_weight", "mixer.ln_bias", "mixer.b0", "mixer.token_scale")
         return {name for name, _ in self.named_parameters() if name.endswith(exempt)}
 

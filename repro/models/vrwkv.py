@@ -23,6 +23,7 @@ from kernels.bi_wkv import bi_wkv, selected_backend
 from .backbone import Backbone, Grid, create, default_cfg
 
 EPS = 1e-5
+PAPER_WKV_MACS = 29  # of Bi-WKV per token and channel, in the authors' own count
 SHIFT_PARTS = 4  # quarters of the channels that Q-Shift takes from the left, right, upper and lower neighbour
 
 
@@ -207,6 +208,10 @@ class VRWKV(Backbone):
     def class_feature(self, tokens: Tensor) -> Tensor:
         """The mean over the tokens (B, T, D) -> (B, D)."""
         return tokens.mean(dim=1)
+
+    def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
+        """The operator whose multiply-adds the papers count otherwise than we do, and their count for one image."""
+        return "vision_ttt.bi_wkv", {"bi_wkv": self.depth * PAPER_WKV_MACS * grid[0] * grid[1] * self.embed_dim}
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:

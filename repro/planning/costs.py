@@ -52,7 +52,7 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
             PlanRow(
                 command=planner.command(cell),
                 gpu_hours=seeds * images / speed.img_per_s / 3600,
-                disk_gb=copies * counted.params * BYTES_PER_VALUE / 1e9,
+                disk_gb=copies * counted.num_params * BYTES_PER_VALUE / 1e9,
                 basis=f"{repeated}{epochs} of {images // params.epochs:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
                 note=speed.note,
                 gives=_give_accuracy(planner, data, params),

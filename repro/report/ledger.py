@@ -83,6 +83,7 @@ class Table:
     note: str
     columns: dict[str, Column]
     rows: dict[str, str]
+    records: dict[str, dict[str, str]]  # id of a row -> its values by name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,10 @@ class Ledger:
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
     entries: dict[str, Entry]
+
+    def table(self, table_id: str) -> Table:
+        """The table of this id."""
+        return next(table for table in self.tables if table.id == table_id)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +192,7 @@ def load_ledger(path: Path = PAPER) -> Ledger:
     for table in text.tables:
         rows = [_row(table, row) for row in table.rows]
         shown = {name: getattr(table, name) for name in ("id", "place", "title", "note", "columns")}
-        tables.append(Table(**shown, rows={row["id"]: _label(row) for row in rows}))
+        tables.append(Table(**shown, rows={row["id"]: _label(row) for row in rows}, records={row["id"]: row for row in rows}))
         entries += [_table_entry(table, row, name, by_entry) for row in rows for name in table.columns]
     for claim in text.text:
         own = tuple(_text_entries(claim))

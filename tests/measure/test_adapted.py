@@ -81,7 +81,7 @@ def test_the_papers_convention_is_what_table_2_prints(row, size, place):
 
 
 def test_what_has_no_adapter_is_an_error():
-    with pytest.raises(ValueError, match="resnet10t: no plain backbone"):
+    with pytest.raises(ValueError, match="resnet10t: is not a plain backbone"):
         adapted_cost("resnet10t", (64, 64))
     with pytest.raises(ValueError, match="64x80: not a multiple of 32"):
         adapted_cost("vittt_nano_patch16_144", (64, 80))

@@ -82,7 +82,7 @@ def test_the_grid_is_17_models_of_20_entries():
     ],
 )
 def test_parameters_of_the_variants_by_hand(name, thousands):
-    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).params / 1e3 == pytest.approx(thousands, abs=0.5)
+    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).num_params / 1e3 == pytest.approx(thousands, abs=0.5)
 
 
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
@@ -113,7 +113,7 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     assert ours["top1_ci95_percent"][1] - ours["top1_percent"] == pytest.approx(12.7062 * statistics.stdev(top1) / 2**0.5, rel=1e-4)
     digest = hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16]
     assert ours["weights_hash"] == digest == ours["by_seed"][0]["weights_hash"]
-    assert ours["num_params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).params
+    assert ours["num_params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).num_params
     speed = json.loads((CELL / "speed.json").read_text())["metrics"]
     assert speed["throughput_img_per_s"] > 0 and (speed["batch_size"], speed["weights_hash"]) == (64, digest)
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]

@@ -11,8 +11,8 @@ from repro.core.config import load_yaml
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.core.variants import PLACES, VARIANTS
+from repro.data.kinds import KINDS
 from repro.measure.flops import cost
-from repro.planning import KNOWN_GB
 from repro.planning.plan import plan_costs
 from repro.planning.rates import Rates
 from repro.report.demands import demands
@@ -58,11 +58,11 @@ def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
 
 def test_hours_and_disk_of_the_paper_profile(paper_plan):
     trained = [(f"dvc repro {stage}@{name}", cell) for stage in TRAINING for name, cell in PAPER[stage].items()]
-    disk_gb = sum(KNOWN_GB[cell["kind"]] for cell in PAPER["prepare_data"].values() if cell["kind"] != "connect")
+    disk_gb = sum(KINDS[cell["kind"]].size_gb for cell in PAPER["prepare_data"].values() if cell["kind"] != "connect")
     for command, cell in trained:
         found, seeds = row(paper_plan, command), len(cell.get("seeds", [0]))
         assert found.gpu_hours == pytest.approx(seeds * SECONDS / 3600)
-        num_params = cost(cell["model"], cell.get("options", {}), (224, 224)).params
+        num_params = cost(cell["model"], cell.get("options", {}), (224, 224)).num_params
         # of each seed two states of the weights and two moments, the snapshots twice and the weights; one more state, and the results
         snapshots = len(cell.get("snapshot_epochs", []))
         cell_gb = (seeds * (6 + 2 * snapshots + 1) + 3 + snapshots + 1) * 4 * num_params / 1e9

@@ -1,59 +1,58 @@
 """The backbone under a dense head: its four maps, the weights it starts from, and what weights files say of the whole model."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import UserError
 from ...data.detection import decode_mask
-from ...models.adapter import build_adapter
-from ...models.transfer import load_backbone
-from ...models.weights import is_official, load_weights, read_metadata
+from ...models.checkpoints import Checkpoint, open_weights
+from ...models.pyramid import build_pyramid, load_backbone
 from .params import DenseParams
 
 EXAMPLES = 4  # pictures of the validation split that are drawn with what was found in them
 
 
 def build_backbone(params: DenseParams, init: Path | None, where: str, features: Literal["last", "each"]) -> tuple[Any, dict[str, str]]:
-    """The adapter around a cell's backbone with its weights loaded, and what became of every key.
+    """The pyramid of a cell's backbone with its weights loaded, and what became of every key.
 
     Raises:
         UserError: a model or weights that do not fit.
     """
+    checkpoint = open_weights(init, model=params.model) if init else None
     options = dict(params.options)
-    if init is not None and not is_official(init):  # positions are as long as the training's images were large
-        options |= {k: v for k, v in read_metadata(init).get("options", {}).items() if k == "img_size"}
+    if checkpoint is not None:  # the position embedding is as long as the images of its training were large
+        options |= checkpoint.size_option
+    drop_path, freeze = params.drop_path, params.freeze_backbone
     try:
-        adapter = build_adapter(
-            params.model, options=options, features=features, drop_path_rate=params.drop_path, freeze_backbone=params.freeze_backbone
-        )
+        pyramid = build_pyramid(params.model, options=options, features=features, drop_path_rate=drop_path, freeze_backbone=freeze)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
-    adapter.set_grad_checkpointing(params.recompute_blocks)
-    report = load_backbone(adapter, init) if init else dict.fromkeys(adapter.state_dict(), "expected: new")
-    return adapter, report
+    pyramid.set_grad_checkpointing(params.recompute_blocks)
+    report = load_backbone(pyramid, checkpoint) if checkpoint else dict.fromkeys(pyramid.state_dict(), "expected: new")
+    return pyramid, report
 
 
-def describe_dense(task: str, adapter: Any, parts: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+def describe_dense(task: str, pyramid: Any, parts: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """What a weights file says of a dense model: the backbone, the classes, and the parameters from which the rest is built."""
-    name, options = adapter.built_from
+    name, options = pyramid.built_from
     built_with = {key: dataclasses.asdict(part) for key, part in parts.items()}
     described = {"name": name, "options": dict(options), "preprocessing": built_with["transform"], "classes": list(classes)}
     return described | {"task": {"name": task, **built_with}}
 
 
-def load_dense(checkpoint: Any, features: Literal["last", "each"], wrap: Any) -> Any:
-    """The dense model that a weights file describes, in eval mode; `wrap` puts the head around the backbone.
+def load_dense(checkpoint: Checkpoint, features: Literal["last", "each"], wrap: Callable[[Any], nn.Module]) -> nn.Module:
+    """The dense model that a weights file describes, in eval mode; `wrap` puts the head on the pyramid.
 
     Raises:
         UserError: weights that do not fit. ValueError: an unknown backbone.
     """
-    model = wrap(build_adapter(checkpoint.model, options=checkpoint.options, features=features))
-    load_weights(checkpoint.path, model, name=checkpoint.model)
+    model = wrap(build_pyramid(checkpoint.model, options=checkpoint.options, features=features))
+    checkpoint.load_into(model)
     return model.eval()
 
 

@@ -36,15 +36,15 @@ class MaskRcnn(nn.Module):
     """Mask R-CNN.
 
     Args:
-        backbone: images (B, 3, H, W), H and W multiples of 32 -> four maps (B, embed_dim, ., .) of strides 4, 8, 16, 32.
-        num_classes: without the background.
-        params: sizes.
+        backbone: a `repro.models.pyramid.Pyramid`.
+        num_classes: number of classes, without the background.
+        params: sizes of the heads.
     """
 
     def __init__(self, backbone: nn.Module, num_classes: int, params: MaskRcnnParams):
         super().__init__()
         self.backbone = backbone
-        self.fpn = FeaturePyramidNetwork([backbone.embed_dim] * 4, params.fpn_channels, LastLevelMaxPool())
+        self.fpn = FeaturePyramidNetwork(list(backbone.channels), params.fpn_channels, LastLevelMaxPool())
         for layer in self.fpn.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.xavier_uniform_(layer.weight)

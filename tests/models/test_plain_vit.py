@@ -3,7 +3,7 @@
 import pytest
 import timm
 
-from repro.models.registry import as_plain_backbone
+from repro.models.plain_vit import as_plain_backbone
 
 
 def test_what_cannot_be_wrapped_is_refused():

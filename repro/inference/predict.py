@@ -13,10 +13,10 @@ from ..core.paths import find_root
 from ..core.record import atomic, write_json
 from ..core.runtime import choose_device, load_runtime
 from ..core.ui import print_table
-from ..data.pictures import find_pictures
 from ..data.pixels import read_pixels
 from ..models.checkpoints import open_weights
-from . import load_tasks
+from ..tasks import load_tasks
+from .pictures import find_pictures
 
 
 def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
@@ -43,9 +43,7 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
         predictor = load_tasks()[own_task].open_predictor(checkpoint, device, min_score)
     except ValueError as error:
         raise UserError(f"{weights}: {error}") from None
-    files = find_pictures(given)
-    if predictor.draws:
-        _require_distinct_names(files)
+    files = find_pictures(given, unique_names=predictor.draws)
     found, rows, unread = {}, [], []
     pictures = _read(files, predictor.prepare, unread)
     while group := list(itertools.islice(pictures, predictor.batch_size)):
@@ -82,10 +80,3 @@ def _read(files: list[Path], prepare: Callable[[Any], Any], unread: list[UserErr
             unread.append(error)
             continue
         yield path, prepare(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
-
-
-def _require_distinct_names(files: list[Path]) -> None:
-    stems = [path.stem for path in files]
-    twice = next((path for path in files if stems.count(path.stem) > 1), None)
-    if twice is not None:
-        raise UserError(f"{twice}: another picture is also named {twice.stem} and would be drawn to the same file; rename one")
