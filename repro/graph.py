@@ -44,7 +44,7 @@ def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
         UserError: wrong parameters in a section; the files of the other stages are written.
     """
     wrong = None
-    for name, cell in list_units(paths):
+    for name, cell in list_units(paths, table):
         try:
             params = load_params(paths, table, name, cell)
         except UserError as error:
@@ -57,15 +57,15 @@ def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
         raise wrong
 
 
-def list_units(paths: Paths) -> Iterator[tuple[str, str | None]]:
-    """(stage, cell or None) for each unit of dvc.yaml that depends on code hashes, in its order."""
+def list_units(paths: Paths, table: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """(stage, cell or None) for each unit of dvc.yaml that depends on code hashes, in its order; sections may be absent."""
+    sections = load_yaml(paths.params)
     for name, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
         if definition.get("always_changed"):
             continue
         if "foreach" in definition:
-            cells = load_yaml(paths.params).get(name) or {}
-            yield from ((name, str(cell)) for cell in cells)
-        else:
+            yield from ((name, str(cell)) for cell in sections.get(name) or {})
+        elif table[name].params is None or name in sections:
             yield name, None
 
 

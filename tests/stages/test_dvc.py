@@ -67,7 +67,7 @@ def test_no_stage_depends_on_raw_data_or_on_runtime():
 def sources() -> dict[str, set[str]]:
     """`stage` or `stage/cell` -> the files on which its results depend, at the committed parameters."""
     paths, found = Paths(ROOT), {}
-    for name, cell in list_units(paths):
+    for name, cell in list_units(paths, TABLE):
         params = load_params(paths, TABLE, name, cell)
         found[f"{name}/{cell}" if cell else name] = set(find_sources(paths, TABLE, name, params))
     return found
@@ -118,7 +118,7 @@ def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
         "complexity.json",
         "visualize.json",
     }
-    assert len(before) == len(list(list_units(paths)))
+    assert len(before) == len(list(list_units(paths, TABLE)))
 
 
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if "plots" in definition(stage)])
