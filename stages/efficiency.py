@@ -5,10 +5,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from repro.benchmark.params import EfficiencyParams, SweepParams, parse_families, parse_image_sizes, parse_sizes
+from repro.benchmark.params import EfficiencyParams, SweepParams, parse_image_sizes, parse_names
 from repro.core.config import load_section
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
+from repro.measure.sweep import FAMILIES, SIZES
 
 from . import Stage
 
@@ -19,7 +20,7 @@ STAGE = Stage(
 
 def command(
     res: Annotated[
-        str | None, typer.Option(help="Image sizes in pixels: 224..1280 (every 128 or so), 224..1280:64 (every 64), or 224,512.")
+        str | None, typer.Option(help="Image sizes in pixels: 224,512, or 224..1280 (nine sizes), or 224..1280:64 (every 64).")
     ] = None,
     families: Annotated[str | None, typer.Option(help="Some of vittt,deit,deit_fused,vim,vrwkv,vit3. Default: all of them.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Some of T,S,B. Default: T on a CPU, all of them on a GPU.")] = None,
@@ -47,8 +48,8 @@ def command(
     runtime = load_runtime(paths)
     given = {
         "image_sizes": parse_image_sizes(res) if res else None,
-        "families": parse_families(families) if families else None,
-        "sizes": parse_sizes(sizes) if sizes else None,
+        "families": parse_names("--families", families, FAMILIES) if families else None,
+        "sizes": parse_names("--sizes", sizes, SIZES) if sizes else None,
         "batch_size": batch_size,
         "dtype": dtype,
         "mode": mode,

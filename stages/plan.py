@@ -25,7 +25,7 @@ def command(
     gpus: Annotated[int, typer.Option(help="How many GPUs share the work.")] = 1,
 ) -> None:
     """Show what would run, for which table or figure, with its GPU-hours and disk space, before anything is started."""
-    from repro.planning.plan import plan_costs
+    from repro.planning.planner import plan_costs
     from repro.planning.rates import Rates, parse_rates
 
     if gpus < 1:

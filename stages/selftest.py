@@ -111,7 +111,7 @@ def _state(lab: Lab) -> Jobs:
     chosen = random.Random(f"{lab.seed} state")
 
     def require_loaded(wanted: Path, newest: Path, change: Callable[[], Any]) -> None:
-        from repro.engine.checkpoint import Checkpointer
+        from repro.training.checkpoint import Checkpointer
 
         content, lines = newest.read_bytes(), []
         change()

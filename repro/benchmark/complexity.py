@@ -48,7 +48,7 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
 
 
 def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
-    """Count one row of `ComplexityParams.rows`; what cannot be counted is a UserError that names the row."""
+    """Count one row of `ComplexityParams.rows`; raises a UserError that names a row that cannot be counted."""
     try:
         if model == ADAPTER:
             return adapted_cost(options["backbone"], image_size)

@@ -1,4 +1,4 @@
-"""The one loop that measures rows: in order, within a time, reusing what a store holds."""
+"""The one loop that measures rows: in order, within a time limit, reusing the rows that a store holds."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ def measure_rows(
     Args:
         specs: the rows, those of one image size next to each other.
         store: gets each row as soon as it is measured.
-        run: which measurement of the same rows this is.
+        run: the number of this measurement of the rows, from 1 on.
         budget_s: wall-clock seconds; image sizes that do not fit are left out. None for no limit.
         keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
 

@@ -1,15 +1,15 @@
-"""Which rows `repro complexity` and `repro efficiency` want. Imports nothing heavy: the stages need it for `--help`."""
+"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow from them. Imports nothing heavy."""
 
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self
 
 from ..core.config import bounded
 from ..core.errors import UserError, did_you_mean
 from ..measure.speed import RowSpec
-from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, specs_of
+from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, specs_of
 
 ADAPTER = "vit_adapter"  # stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
 CountedRow = tuple[str, dict[str, str | int], tuple[int, int]]  # model, options, (H, W)
@@ -141,14 +141,14 @@ class EfficiencyParams:
         ]
 
 
-# what a sweep measures on a device where nothing else is asked for
+# the options of a sweep that depend on the device
 CPU_DEFAULTS = {"sizes": ("T",), "batch_size": 1, "dtype": "fp32", "minutes": 10.0}
 GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "minutes": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepParams:
-    """What a sweep by the command line measures; None takes the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
+    """The options of a sweep; None stands for the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
 
     Args:
         image_sizes: sides of square images in pixels.
@@ -216,18 +216,13 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def parse_families(text: str) -> tuple[str, ...]:
-    """Read names of `FAMILIES` separated by commas; return them in the order of that table. Raises UserError."""
-    return _parse_names("--families", text, FAMILIES)
+def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Read names separated by commas, each of them one of `known`, and return them in the order of `known`.
 
-
-def parse_sizes(text: str) -> tuple[str, ...]:
-    """Read letters of `SIZES` separated by commas; return them in the order of that table. Raises UserError."""
-    return _parse_names("--sizes", text, SIZES)
-
-
-def _parse_names(option: str, text: str, known: Mapping[str, Any]) -> tuple[str, ...]:
-    given = [name.strip() for name in text.split(",")]
+    Raises:
+        UserError: an unknown name; the message begins with the option.
+    """
+    known, given = tuple(known), [name.strip() for name in text.split(",")]
     for name in given:
         if name not in known:
             raise UserError(f"efficiency: {option} {name}: not known{did_you_mean(name, known)}")

@@ -85,7 +85,7 @@ class RowStore:
 
 
 def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:
-    """Refuse what another version wrote: raise a UserError that names the first key that one of the items lacks."""
+    """Refuse items that another version wrote: raise a UserError that names the first key that an item lacks."""
     for number, item in enumerate(items):
         for key in keys:
             if not isinstance(item, Mapping) or key not in item:

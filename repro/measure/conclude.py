@@ -1,4 +1,4 @@
-"""What the rows of a sweep say together: speed-ups, memory saved, crossovers, growth with the tokens, and agreement of two runs."""
+"""Conclusions from the rows of a sweep: speed-ups, memory saved, crossovers, growth with the tokens, and agreement of two runs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -135,7 +135,7 @@ def overlap_percent(first: Iterable[Row], second: Iterable[Row]) -> float | None
 
 
 def _describe(row: Row | None, key: str) -> str:
-    """In a reason: `not in params`, how the row ended, or that it has no value of this key."""
+    """Say why a row gives no ratio: it is not in the params, it ended otherwise than `ok`, or it lacks the quantity."""
     if row is None:
         return "not in params"
     return f"without {key}" if row["status"] == "ok" and not row[key] else row["status"]

@@ -75,14 +75,10 @@ class RowSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", tuple(self.image_size))
-        if self.attention not in ("fused", "unfused", None):
-            raise ValueError(f"attention: {self.attention!r} is not fused, unfused or None")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device: {self.device!r} is not cpu or cuda")
-        if self.mode not in ("infer", "train"):
-            raise ValueError(f"mode: {self.mode!r} is not infer or train")
+        choices = {"attention": ("fused", "unfused", None), "dtype": tuple(DTYPES), "device": ("cpu", "cuda"), "mode": ("infer", "train")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}")
         for name, least in (("steps", MIN_STEPS), ("warmup", 1), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range, must be >= {least}")

@@ -1,6 +1,6 @@
 """A sweep of models over image sizes: its rows, their order, and which of them fit into the time. Nothing here needs torch.
 
-The rows are those of `speed.measure`; `conclude` says what they mean together.
+The rows are measured by `speed.measure`; `conclude` draws conclusions from them.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[st
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """What identifies a measurement: two rows with equal keys measure the same. The backend that ran is not part of it."""
+    """The identity of a measurement: two rows with equal keys measured the same. The backend that ran is not part of it."""
     return (row["model"], row["attention"], *(row[key] for key in GROUP_KEYS), tuple(sorted(row["options"].items())), *row["image_size"])
 
 
@@ -133,8 +133,8 @@ class RowSchedule:
         """Learn from a measured row how long later rows of the same model take.
 
         Args:
-            spec, row: what was measured, and the result.
-            seconds: what measuring took; None for a row of an earlier call.
+            spec, row: the row as it was asked for, and as it was measured.
+            seconds: time that the measurement took; None for a row of an earlier call.
         """
         if row["status"] != "ok":
             return

@@ -20,7 +20,7 @@ STRIDE = 32  # to multiples of which the adapter pads an image
 
 
 def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """`prepare_data`: no GPU; the size of each data set from its manifest, or as published."""
+    """Charge `prepare_data`: no GPU time, and the size of each data set from its manifest or as published."""
     rows = []
     for cell, params in cells.items():
         manifest = planner.find_manifest(cell)
@@ -31,7 +31,7 @@ def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
 
 
 def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """`pretrain`, `baselines` and `ablate`: a training for each seed.
+    """Charge `pretrain`, `baselines` or `ablate`: one training for each seed.
 
     The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is one, the moving
     average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in addition there are one state
@@ -62,7 +62,7 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
 
 
 def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """`detect`: see `_charge_dense`; images have the largest of the scales."""
+    """Charge `detect`, with every image at the largest of the scales; see `_charge_dense`."""
     rows = []
     for cell, params in cells.items():
         scale = params.transform.min_size[-1], params.transform.max_size
@@ -71,12 +71,12 @@ def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow
 
 
 def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """`segment`: see `_charge_dense`; images are crops."""
+    """Charge `segment`, whose images are crops; see `_charge_dense`."""
     return [_charge_dense(planner, cell, params, (params.transform.crop_size,) * 2) for cell, params in cells.items()]
 
 
 def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
-    """`complexity`: seconds on a CPU."""
+    """Charge `complexity`, which takes seconds on a CPU."""
     gives = set()
     for model, options, image_size in params.rows():
         macs = "macs_g_paper_convention" if model == ADAPTER else "macs_g"
@@ -87,7 +87,7 @@ def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
 
 
 def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
-    """`efficiency`: at most the time after which every row would be stopped."""
+    """Charge `efficiency` the time after which every row would be stopped: an upper bound."""
     rows = len(params.models) * len(params.image_sizes)
     gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
     basis = f"at most: {rows} rows of {params.budget_s:g} s"
@@ -95,12 +95,12 @@ def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
 
 
 def charge_unknown(planner: Planner, params: Any) -> list[PlanRow]:
-    """A stage of unknown cost, which the plan lists and leaves out of its totals."""
-    return [PlanRow(command=planner.command(), gpu_hours=None, disk_gb=None, basis="no cost model for this stage")]
+    """List a stage whose cost is not modelled."""
+    return [planner.unknown_row()]
 
 
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
-    """A training for each seed of a backbone with its adapter; its disk space is unknown.
+    """Charge one training for each seed of a backbone with its adapter; the disk space is unknown.
 
     Where the speed is estimated, the heads are not counted, and the hours are a lower bound.
     """

@@ -2,10 +2,10 @@
 
 import pytest
 
-from repro.benchmark.params import ComplexityParams, EfficiencyParams, SweepParams, parse_families, parse_image_sizes, parse_sizes
+from repro.benchmark.params import ComplexityParams, EfficiencyParams, SweepParams, parse_image_sizes, parse_names
 from repro.core.config import build
 from repro.core.errors import UserError
-from repro.measure.sweep import IMAGE_SIZES
+from repro.measure.sweep import FAMILIES, IMAGE_SIZES, SIZES
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_refused_image_sizes(text, message):
 
 
 def test_names_come_in_the_order_of_the_table_and_unknown_ones_are_guessed():
-    assert parse_families("vim, vittt") == ("vittt", "vim") and parse_sizes("B,T") == ("T", "B")
+    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim") and parse_names("--sizes", "B,T", SIZES) == ("T", "B")
     with pytest.raises(UserError, match="^efficiency: --families vitt: not known; did you mean 'vittt'"):
-        parse_families("vitt")
+        parse_names("--families", "vitt", FAMILIES)
     with pytest.raises(UserError, match="^efficiency: --sizes XL: not known; known: T, S, B$"):
-        parse_sizes("XL")
+        parse_names("--sizes", "XL", SIZES)
 
 
 def test_rows_to_count_are_every_combination():

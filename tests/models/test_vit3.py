@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from repro.engine.optim import build_optimizer
-from repro.engine.params import OptimParams
 from torch import Tensor
 
 from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
+from repro.training.optim import build_optimizer
+from repro.training.params import OptimParams
 from tests.models.helpers import nano, relative
 
 DATA = Path(__file__).parents[1] / "data"

@@ -13,8 +13,7 @@ from repro.core.paths import Paths
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
 from repro.planning import costs
-from repro.planning.plan import CostPlan, plan_costs
-from repro.planning.planner import Planner, PlanRow
+from repro.planning.planner import CostPlan, Planner, PlanRow, plan_costs
 from repro.planning.rates import Rates
 from repro.report.sources import Results
 

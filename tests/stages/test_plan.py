@@ -13,7 +13,7 @@ from repro.core.paths import Paths
 from repro.core.variants import PLACES, VARIANTS
 from repro.data.kinds import KINDS
 from repro.measure.flops import cost
-from repro.planning.plan import plan_costs
+from repro.planning.planner import plan_costs
 from repro.planning.rates import Rates
 from repro.report.demands import demands
 from repro.report.ledger import load_ledger
