@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .findings import BadData, Finding, Report
+from .findings import RAISE_FIRST, BadData, Finding, Report
 from .manifest import Folder, record_files
 from .pixels import read_labels, read_pixels
 from .settings import SPLITS
-from .tree import RAISE_FIRST, list_entries, list_images
+from .tree import list_entries, list_images
 
 FOLDERS = {"train": "training", "val": "validation"}
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
@@ -106,7 +106,7 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
     """The names of the classes 1..K from objectInfo<K>.txt; none where the report lets the reading continue after an error."""
     files = sorted(base.glob("objectInfo*.txt"))
     if len(files) != 1:
-        report.error(base, f"holds {len(files)} files objectInfo<K>.txt with the names of the classes, one expected", RELEASE)
+        report.error(base, f"expected one file objectInfo<K>.txt with the names of the classes, found {len(files)}", RELEASE)
         return ()
     rows = [line.split("\t") for line in files[0].read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
     if not rows or [row[0].strip() for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:

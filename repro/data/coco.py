@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from ..core.hashing import short_hash
-from .findings import BadData, Finding, Report
+from .findings import RAISE_FIRST, BadData, Finding, Report, count
 from .manifest import ClassRecord, Folder, record_files
 from .pixels import explain_error, read_pixels
 from .settings import SPLITS
-from .tree import RAISE_FIRST, list_entries, list_images, show_few
+from .tree import list_entries, list_images, show_few
 
 _RENEW = "unpack annotations_trainval2017.zip again"
 _SLACK_PX = 1.0  # coordinates are rounded
@@ -265,4 +265,6 @@ def _find_images(folder: Path, file: Path, names: Sequence[str], report: Report)
         return
     report.errors([(folder / name, f"no such file, {file.name} has it") for name in sorted(set(names) - set(sizes))], advice)
     if unused := sorted(set(sizes) - set(names)):
-        report.warning(folder, f"{len(unused):,} images that {file.name} does not have ({show_few(unused)})", "nothing reads them")
+        report.warning(
+            folder, f"holds {count(len(unused), 'image')} that {file.name} does not have ({show_few(unused)})", "nothing reads them"
+        )

@@ -91,6 +91,9 @@ class RaiseFirst(Report):
             raise BadData(dataclasses.replace(first, problem=f"{first.problem} (and {more:,} more like this)") if more else first)
 
 
+RAISE_FIRST = RaiseFirst()
+
+
 class PrintAll(Report):
     """The report of `repro data check`: a line for each finding; of more than ten of one sort the rest are counted.
 
@@ -118,6 +121,11 @@ class PrintAll(Report):
     def _shorten(self, place: Path) -> Path:
         inside = place.is_relative_to(self._root) and place != self._root
         return place.relative_to(self._root) if inside else place
+
+
+def count(number: int, noun: str) -> str:
+    """`1 image`, `1,281,167 images`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def compare_counts(report: Report, place: Path, unit: str, found: int, expected: int | None, advice: str) -> None:

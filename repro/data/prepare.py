@@ -9,11 +9,11 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
 from .cells import find_root, manifest_path
-from .findings import RaiseFirst, Report
+from .findings import RAISE_FIRST, RaiseFirst, Report
 from .kinds import KINDS, Format, PrepareData
 from .manifest import Folder, Manifest, build_manifest, check_expected, write_manifest
 from .settings import SPLITS
-from .tree import RAISE_FIRST, scan_tree
+from .tree import scan_tree
 
 
 def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.errors import UserError
-from .findings import RaiseFirst, Report
+from .findings import RAISE_FIRST, Report, count
 from .kinds import KINDS, Kind
 from .manifest import Folder, record_files
 from .settings import SPLITS
@@ -116,9 +116,6 @@ class Entries(NamedTuple):
     others: list[str]
 
 
-RAISE_FIRST = RaiseFirst()
-
-
 def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
     """Read the names and sizes of all images below `root`.
 
@@ -200,7 +197,7 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
     elif not entries.images:
         report.error(folder, "holds no image", advice)
     if entries.others:
-        report.warning(folder, f"{len(entries.others):,} files that are not images ({show_few(entries.others)})", "nothing reads them")
+        report.warning(folder, f"holds {count(len(entries.others), 'other file')} ({show_few(entries.others)})", "nothing reads them")
     sizes = {os.fsdecode(name): size for name, size in entries.images}
     report.errors([(folder / name, "is empty") for name, size in sizes.items() if not size], advice)
     return sizes
@@ -222,16 +219,18 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
         if (listed := list_shards(folder, EXTENSIONS, report)) is None:
             return None
         arrays, archives = listed
-        report.ok(folder, f"{len(archives.files):,} archives")
+        report.ok(folder, count(len(archives.files), "archive"))
         return tuple(os.fsdecode(name) for name in arrays.pop("classes").tolist()), Split(**arrays, archives=archives)
     entries = list_entries(folder, report)
     if entries.images:
-        report.error(folder, f"{len(entries.images):,} images lie directly in it", kind.sorting)
+        report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)
     elif not entries.folders:
         report.error(folder, "holds no class folders", _advise_layout(kind))
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
         report.warning(
-            folder, f"{len(packed):,} archives beside class folders ({show_few(packed)})", "unpack what is missing, remove the rest"
+            folder,
+            f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})",
+            "unpack what is missing, remove the rest",
         )
     return (tuple(entries.folders), _read_folders(folder, entries, report)) if entries.folders else None
 
@@ -255,7 +254,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
     report.errors(too_deep, "move the images up, directly into the class folder")
     report.errors(empty, "fill this class folder, or remove it from train and val")
     if others:
-        report.warning(folder, f"{len(others):,} files that are not images ({show_few(others)})", "nothing reads them; remove them")
+        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
     targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 

@@ -119,7 +119,11 @@ def nowhere(root):
 
 # what is planted, how many errors follow, and the line that names it
 TREE_FAULTS = {
-    "flat val": (flat_val, 1, "val: 6 images lie directly in it; sort them into one folder per class, named by its wnid; ILSVRC2012_val"),
+    "flat val": (
+        flat_val,
+        1,
+        "val: holds 6 images outside of class folders; sort them into one folder per class, named by its wnid; ILSVRC2012_val",
+    ),
     "cut": (lambda r: cut(first(r)), 1, "train/n01440764/n01440764_0.JPEG: unreadable image (image file is truncated"),
     # the link and the count
     "link to nothing": (lambda r: [first(r).unlink(), nowhere(r)], 2, "nowhere.JPEG: this link leads nowhere; remove it"),
@@ -134,7 +138,7 @@ TREE_FAULTS = {
     "renamed": (lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")], 2, "val/tench: is not a class of imagenet;"),
     "misplaced": (lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name), 1, "_0.JPEG: is named as an image of n0144"),
     "wrong map": (rotate_val, 1, "val: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
-    "loose": (lambda r: picture(r / "train" / "a.jpg"), 1, "train: 1 images lie directly in it"),
+    "loose": (lambda r: picture(r / "train" / "a.jpg"), 1, "train: holds 1 image outside of class folders"),
 }
 
 
@@ -179,9 +183,9 @@ def test_other_files_and_other_names_are_warnings(imagenet):
     lines, errors, warnings = check_small(imagenet)
     assert (errors, warnings) == (0, 4)
     assert only(lines, "warning")[:3] == [
-        "train: 1 archives beside class folders (n01491361.tar); unpack what is missing, remove the rest",
-        "train: 1 files that are not images (n01440764/notes.txt); nothing reads them; remove them",
-        "val: 1 files that are not images (LOC_val_solution.csv); nothing reads them; remove them",
+        "train: holds 1 archive beside class folders (n01491361.tar); unpack what is missing, remove the rest",
+        "train: holds 1 other file (n01440764/notes.txt); nothing reads them",
+        "val: holds 1 other file (LOC_val_solution.csv); nothing reads them",
     ]
 
 
@@ -210,7 +214,7 @@ def test_the_sample(imagenet):
     seen = {seed: check_small(imagenet, Depth(sample=6, seed=seed))[1] for seed in range(12)}
     assert set(seen.values()) == {1, 2}, "a sample of 3 out of 12 holds the cut one or not"
     lines = check_small(imagenet, Depth(sample=6, seed=next(seed for seed in seen if seen[seed] == 2)))[0]
-    assert "1 bad images among 3 of 12 (a sample" in only(lines, "warning")[-1]
+    assert "1 bad image among 3 of 12 (a sample" in only(lines, "warning")[-1]
 
 
 def test_digits(tmp_path):
@@ -382,7 +386,7 @@ def test_images_beside_the_annotations_are_a_warning(coco):
     picture(coco / "val2017" / "stray.jpg")
     lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
     assert (errors, warnings) == (0, 1)
-    assert "val2017: 1 images that instances_val2017.json does not have (stray.jpg)" in "".join(lines)
+    assert "val2017: holds 1 image that instances_val2017.json does not have (stray.jpg)" in "".join(lines)
 
 
 # ADE20K: 3 + 2 pairs
@@ -446,7 +450,7 @@ ADE_FAULTS = {
         f"{LABEL}: holds label 255, at most 150 expected; labels were already shifted down by one",
     ),
     "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
-    "no classes": (lambda r: (r / "objectInfo150.txt").unlink(), 1, "holds 0 files objectInfo<K>.txt with the names of the classes"),
+    "no classes": (lambda r: (r / "objectInfo150.txt").unlink(), 1, "expected one file objectInfo<K>.txt with the names of the classes"),
     "other classes": (
         lambda r: (r / "objectInfo150.txt").write_text("Idx\n1\twall\n3\tsky\n"),
         1,

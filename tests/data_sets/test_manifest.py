@@ -139,7 +139,7 @@ def dangling_link(root):
         (no_root, r"set: no such folder; lay the data out as train/<class>/ .* and set runtime\.data_roots\.folder"),
         (no_val, r"val: no such folder; lay the data out as"),
         (no_images_at_all, r"train: holds no class folders; lay the data out as"),
-        (flat_val, r"val: 20 images lie directly in it; sort them into one folder per class"),
+        (flat_val, r"val: holds 20 images outside of class folders; sort them into one folder per class"),
         (empty_class, r"train/bee: holds no image .*; fill this class folder, or remove it"),
         (class_in_train_only, r"train/cat: class 'cat' is in train but not in val; both splits need the same classes"),
         (class_in_val_only, r"val/cat: class 'cat' is in val but not in train"),

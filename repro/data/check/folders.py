@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..classification import read_rgb
-from ..findings import Report, compare_counts
+from ..findings import Report, compare_counts, count
 from ..kinds import GROUND_TRUTH, IMAGENET_1K, list_wnids
 from ..pixels import explain_error
 from ..settings import ConnectSettings, DigitsSettings, ExpectedCounts
@@ -69,7 +69,7 @@ def check_connect(root: Path, report: Report, depth: Depth) -> None:
     tree = _check_classes(root, "connect", ConnectSettings.CLASSES, report)
     for split, files in tree.splits.items():
         names, counts = np.unique(files.names, return_counts=True)
-        report.ok(root / split, f"{(counts == 2).sum():,} pairs")
+        report.ok(root / split, count(int((counts == 2).sum()), "pair"))
         single = [(root / split, f"{os.fsdecode(name)} is in one class alone") for name in names[counts == 1].tolist()]
         report.errors(single, _WRITE_AGAIN)
     _check_files(tree, report, depth, _WRITE_AGAIN)
@@ -86,7 +86,7 @@ def _check_classes(root: Path, kind: str, classes: tuple[str, ...] | None, repor
     for split, files in tree.splits.items():
         found = len(np.unique(files.targets))
         compare_counts(report, root / split, "classes", found, len(classes) if classes else None, _WRITE_AGAIN)
-        report.ok(root / split, f"{len(files.names):,} images")
+        report.ok(root / split, count(len(files.names), "image"))
     return tree
 
 
@@ -159,7 +159,7 @@ def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
         if places and not damaged:
             report.ok(tree.root / split, f"images decode, {decoded}")
         elif damaged and len(places) < len(full[split]):
-            report.warning(tree.root / split, f"{damaged:,} bad images among {decoded}", "expect more; --full finds them all")
+            report.warning(tree.root / split, f"{count(damaged, 'bad image')} among {decoded}", "expect more; --full finds them all")
 
 
 def _find_damage(item: tuple[Source, bool]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...core.errors import RunError, UserError, did_you_mean
-from ..findings import PrintAll
+from ..findings import PrintAll, count
 from ..kinds import KINDS, load_function
 from .sample import Depth
 
@@ -33,12 +33,12 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         problem = "is not a folder" if root.exists() else "no such folder"
         raise UserError(f"{root}: {problem}; give the folder that holds {row.layout} (docs/data.md)")
     load_function(row.check)(root, report, depth)
-    warned = f"{report.num_warnings:,} warning{'s' if report.num_warnings != 1 else ''}"
+    warned = count(report.num_warnings, "warning")
     if speed:
         _emit_speed(kind, root, depth.workers, emit)
     if report.num_errors:
-        number = f"{report.num_errors:,} error{'s' if report.num_errors != 1 else ''}"
-        raise RunError(f"data check {kind}: {number}, {warned} in {root}; the lines above say what to do")
+        errors = count(report.num_errors, "error")
+        raise RunError(f"data check {kind}: {errors}, {warned} in {root}; the lines above say what to do")
     emit(f"{kind} at {root}: no errors, {warned}")
 
 
