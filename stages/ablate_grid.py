@@ -23,7 +23,7 @@ from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.core.runtime import Runtime, choose_device, device_slug, usable_cores
 from repro.core.ui import print_table
-from repro.core.variants import VARIANTS
+from repro.papers.vision_ttt.variants import VARIANTS
 
 from .ablate import SPEED_OPEN, STAGE, AblateParams, add_speed, train_variant
 from .prepare_data import PrepareData

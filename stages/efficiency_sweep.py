@@ -246,8 +246,8 @@ def _measured(spec: Any) -> dict[str, Any]:
 
 def _draw(store: _Store) -> None:
     """Fig. 6 and the panels of Fig. 1, for each size of each batch, dtype, mode and compilation that was measured."""
+    from repro.core.figures import LABELS, against_resolution, at_largest
     from repro.measure.sweep import FAMILIES, SIZES
-    from repro.report.figures import LABELS, against_resolution, at_largest
 
     first = [row for row in store.rows if row["run"] == 1]
     for batch, dtype, mode, compiled in dict.fromkeys((row["batch"], row["dtype"], row["mode"], row["compile"]) for row in first):

@@ -15,9 +15,9 @@ from repro.core.config import load_section, load_yaml, section_keys
 from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
 from repro.core.ui import print_table
+from repro.papers import load_primary
 from repro.report.demands import demands
-from repro.report.ledger import load_ledger
-from repro.report.sources import Results
+from repro.report.results import Results
 from repro.report.training import Rates, parse_rates
 
 from . import Stage
@@ -67,7 +67,7 @@ def command(
     rows = run(paths, Rates(given=parse_rates(img_per_s or []), tflops=tflops, utilisation=utilisation), profile=profile)
     if profile is not None and active(paths) != profile:
         print(f"first: repro profile use {profile}")
-    wanted, table = demands(load_ledger()), []
+    wanted, table = demands(load_primary().ledger), []
     for row in rows:
         helps = {place: sum(bool(need & row.gives) for need in needs) for place, needs in wanted.items()}
         places = ", ".join(f"{place} ({n})" for place, n in helps.items() if n)
@@ -96,8 +96,8 @@ def run(paths: Paths, rates: Rates, *, profile: str | None = None) -> list[Row]:
     if profile is not None and profile not in names(paths):
         raise UserError(f"plan: profile {profile!r}: not known; there are {', '.join(names(paths))}")
     file = paths.params if profile is None else paths.profiles / f"{profile}.yaml"
-    sections, ledger = load_yaml(file) or {}, load_ledger()
-    results = Results(paths, ledger.default_options, ledger.own_families)
+    sections = load_yaml(file) or {}
+    results = Results(paths, [load_primary()], {})
 
     def cells(stage, cls):
         return {cell: load_section(cls, file, stage, cell) for cell in section_keys(file, stage)} if sections.get(stage) else {}

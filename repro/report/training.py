@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from ..core.errors import UserError
-from .sources import Results
+from .results import Results
 
 PASSES = 3  # a training step computes about three forward passes: one forth, two back
 FLOPS_PER_MAC = 2
