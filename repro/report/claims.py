@@ -2,12 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from .arithmetic import Number, agreement, decimals, near
 from .expressions import Expression
-from .ledger import Entry, Relation
+from .ledger import Claim, Entry, Relation
 from .paper import Paper
 from .results import Missing, Results, SpeedGroup
 from .statuses import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED
@@ -82,17 +82,46 @@ class Verdict:
     violations: int = 0
 
 
-def judge_entries(paper: Paper, results: Results, speed_dtype: str, verbs: Sequence[str]) -> dict[str, Verdict]:
-    """Id -> verdict on every entry of a paper's ledger, in its order.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """One paper's ledger, judged by the records.
+
+    Args:
+        paper: what the paper says.
+        results: what we measured.
+        verdicts: id of an entry -> the verdict on it, in the ledger's order.
+        named: what params.yaml holds, in words.
+    """
+
+    paper: Paper
+    results: Results
+    verdicts: Mapping[str, Verdict]
+    named: str
+
+    @property
+    def all(self) -> list[Verdict]:
+        """The verdicts on all entries."""
+        return list(self.verdicts.values())
+
+    def of_claim(self, claim: Claim) -> list[Verdict]:
+        """The verdicts on the entries of a claim."""
+        return [self.verdicts[entry.id] for entry in claim.entries]
+
+
+def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequence[str], profile: str | None) -> Report:
+    """Judge every entry of a paper's ledger.
 
     Args:
         paper: what the paper says.
         results: what we measured.
         speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which does not name its own.
         verbs: the verbs of the command line. A command with another verb is marked as not built yet.
+        profile: the profile that params.yaml equals; None where it was edited.
     """
     judge = _Judge(paper, results, speed_dtype, verbs)
-    return {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
+    verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
+    named = f"the {profile} profile" if profile else "edited parameters that equal no profile"
+    return Report(paper=paper, results=results, verdicts=verdicts, named=named)
 
 
 def is_of_speed(entry: Entry) -> bool:

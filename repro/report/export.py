@@ -1,23 +1,21 @@
 """claims.csv and claims.json: every entry with its status, for programs."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from .claims import Verdict
-from .paper import Paper
+from .claims import Report, Verdict
 from .statuses import STATUSES, count_statuses
 
 
-def export_json(paper: Paper, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+def export_json(report: Report) -> dict[str, Any]:
     """All entries, and how many have each status."""
-    counts = count_statuses(verdicts.values())
-    summary = {**{word: counts[word] for word in STATUSES}, "entries": len(verdicts)}
-    return {"paper": paper.ledger.paper.version, "summary": summary, "entries": [_record(verdict) for verdict in verdicts.values()]}
+    counts = count_statuses(report.all)
+    summary = {**{word: counts[word] for word in STATUSES}, "entries": len(report.all)}
+    return {"paper": report.paper.ledger.paper.version, "summary": summary, "entries": list(map(_record, report.all))}
 
 
-def export_rows(verdicts: Mapping[str, Verdict]) -> list[dict[str, Any]]:
+def export_rows(report: Report) -> list[dict[str, Any]]:
     """All entries as rows of a table, whose lists are one text each."""
-    records = map(_record, verdicts.values())
+    records = map(_record, report.all)
     return [{name: "; ".join(value) if isinstance(value, list) else value for name, value in record.items()} for record in records]
 
 

@@ -21,6 +21,7 @@ _OPERATORS: dict[type, Callable] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+Evaluation = Callable[[Callable[[str], Number], Mapping[str, Callable]], Any]  # (value of an id, functions) -> value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Call:
     args: tuple[int | float | str | None, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Expression:
     """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
 
@@ -44,10 +44,8 @@ class Expression:
         ValueError: the tree has a part of another kind; a mistake in the ledger.
     """
 
-    tree: ast.expr
-
-    def __post_init__(self) -> None:
-        _check(self.tree)
+    def __init__(self, tree: ast.expr):
+        self._tree, self._evaluation = tree, _compile(tree)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -60,24 +58,24 @@ class Expression:
     @functools.cached_property
     def references(self) -> tuple[str, ...]:
         """The ids that it names, each once."""
-        return tuple(dict.fromkeys(name for node in _outermost(self.tree) if (name := _id_of(node))))
+        return tuple(dict.fromkeys(name for node in _walk(self._tree) if (name := _id_of(node))))
 
     @functools.cached_property
     def calls(self) -> tuple[Call, ...]:
         """The functions that it calls, with their arguments."""
-        nodes = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and not _id_of(node))
+        nodes = (node for node in _walk(self._tree) if isinstance(node, ast.Call) and not _id_of(node))
         return tuple(Call(node.func.id, tuple(arg.value if isinstance(arg, ast.Constant) else None for arg in node.args)) for node in nodes)
 
     @functools.cached_property
     def conjuncts(self) -> tuple["Expression", ...]:
         """The parts that `and` joins; the expression itself where there is none."""
-        return tuple(map(Expression, self.tree.values)) if isinstance(self.tree, ast.BoolOp) else (self,)
+        return tuple(map(Expression, self._tree.values)) if isinstance(self._tree, ast.BoolOp) else (self,)
 
     @property
     def left(self) -> "Expression":
         """The left side of its (first) comparison, or the expression itself: the number that evidence shows."""
         first = self.conjuncts[0]
-        return Expression(first.tree.left) if isinstance(first.tree, ast.Compare) else first
+        return Expression(first._tree.left) if isinstance(first._tree, ast.Compare) else first
 
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
         """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
@@ -89,7 +87,7 @@ class Expression:
         Raises:
             ValueError: it calls an unknown function.
         """
-        return _evaluate(self.tree, value, {**FUNCTIONS, **functions})
+        return self._evaluation(value, {**FUNCTIONS, **functions})
 
 
 def _id_of(node: ast.AST) -> str | None:
@@ -103,51 +101,39 @@ def _id_of(node: ast.AST) -> str | None:
     return ".".join([node.id, *reversed(names)]) if names and isinstance(node, ast.Name) else None
 
 
-def _outermost(node: ast.AST) -> Iterator[ast.AST]:
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """A node and those below it, but not the parts of an id."""
     yield node
     if _id_of(node) is None:
         for child in ast.iter_child_nodes(node):
-            yield from _outermost(child)
+            yield from _walk(child)
 
 
-def _check(node: ast.expr) -> None:
-    match node:
-        case ast.Constant(value=int() | float() | str()):
-            parts = []
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            parts = [operand]
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            parts = [left, right]
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
-            parts = [left, right]
-        case ast.BoolOp(op=ast.And(), values=parts) | ast.Call(func=ast.Name(), args=parts, keywords=[]):
-            pass
-        case _ if _id_of(node):
-            parts = []
-        case _:
-            raise ValueError(f"not understood in an expression of the ledger: {ast.unparse(node)}")
-    for part in parts:
-        _check(part)
-
-
-def _evaluate(node: ast.expr, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
-    def of(part: ast.expr) -> Any:
-        return _evaluate(part, value, functions)
-
+def _compile(node: ast.expr) -> Evaluation:
+    """A function that evaluates the node; what the ledger does not need is refused here."""
     if name := _id_of(node):
-        return value(name)
+        return lambda value, functions: value(name)
     match node:
-        case ast.Constant(value=constant):
-            return constant
-        case ast.UnaryOp(operand=operand):
-            return -of(operand)
-        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _OPERATORS[type(op)](of(left), of(right))
-        case ast.BoolOp(values=values):
-            return all([of(part) for part in values])  # noqa: C419 (a false part must not hide one without data)
-        case ast.Call(func=ast.Name(id=name), args=args):
-            if name not in functions:
-                raise ValueError(f"not understood in an expression of the ledger: {ast.unparse(node)}")
-            return functions[name](*map(of, args))
-    raise AssertionError("checked when it was parsed")
+        case ast.Constant(value=int() | float() | str() as constant):
+            return lambda value, functions: constant
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            inner = _compile(operand)
+            return lambda *given: -inner(*given)
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+            a, b = _compile(left), _compile(right)
+            return lambda *given: _OPERATORS[type(op)](a(*given), b(*given))
+        case ast.BoolOp(op=ast.And(), values=parts):
+            compiled = [_compile(part) for part in parts]
+            return lambda *given: all([part(*given) for part in compiled])  # noqa: C419 (a false part must not hide one without data)
+        case ast.Call(func=ast.Name(id=called), args=args, keywords=[]):
+            return _compile_call(called, [_compile(arg) for arg in args])
+    raise ValueError(f"not understood in an expression of the ledger: {ast.unparse(node)}")
+
+
+def _compile_call(name: str, args: list[Evaluation]) -> Evaluation:
+    def call(value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
+        if name not in functions:
+            raise ValueError(f"not understood in an expression of the ledger: no function {name}")
+        return functions[name](*(arg(value, functions) for arg in args))
+
+    return call

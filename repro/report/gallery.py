@@ -1,35 +1,28 @@
 """The paper's figures in its order, each with our pictures of it or the command that draws them; and example pictures."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from .claims import Verdict
+from .claims import Report
 from .document import Block, Code, Heading, Paragraph, Picture, Section, paragraph, table
-from .paper import Figure, Paper
+from .paper import Figure
 from .records import Source
 from .results import Results
 from .statuses import format_counts
 from .variants import find_drawn
 
 
-def figures_section(paper: Paper, verdicts: Mapping[str, Verdict], results: Results, named: str) -> Section:
-    """The paper's figures and ours.
-
-    Args:
-        paper: whose figures.
-        verdicts: for what the ledger says of a figure.
-        results: the records beside the pictures.
-        named: what params.yaml holds, in words.
-    """
+def figures_section(report: Report) -> Section:
+    """The paper's figures and ours, and what the ledger says of each."""
     text = "The paper's figures in its order, and ours, with the device and the record from which each picture is drawn."
     blocks: list[Block] = [paragraph(text)]
-    for figure in paper.figures:
-        blocks += _figure(figure, paper, verdicts, results, named)
+    for figure in report.paper.figures:
+        blocks += _figure(figure, report)
     return Section("Figures", tuple(blocks))
 
 
-def examples_section(results: Results, named: str) -> Section:
-    """What trained models see in held-out images, one row of pictures for each run. No paper prints such a picture."""
+def examples_section(report: Report) -> Section:
+    """What trained models see in held-out images, one row of pictures for each run."""
+    results = report.results
     blocks: list[Block] = [paragraph("Held-out images with what trained models see in them. The paper prints none.")]
     runs: dict[str, list[str]] = {}
     for stage in results.scores:
@@ -39,7 +32,7 @@ def examples_section(results: Results, named: str) -> Section:
     for run, names in runs.items():
         pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
         blocks += [
-            paragraph(Code(run), f": {describe_origin(find_beside(names[0], results), named)}"),
+            paragraph(Code(run), f": {describe_origin(find_beside(names[0], results), report.named)}"),
             table([""] * len(pictures), [pictures]),
         ]
     if not runs:
@@ -47,10 +40,11 @@ def examples_section(results: Results, named: str) -> Section:
     return Section("Example pictures", tuple(blocks))
 
 
-def picture_blocks(name: str, alt: str, paper: Paper, results: Results, named: str) -> tuple[Paragraph, Paragraph]:
+def picture_blocks(name: str, alt: str, report: Report) -> tuple[Paragraph, Paragraph]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
-    sources = find_drawn(paper, results).get(Path(name).name, []) if name.startswith("figures/") else find_beside(name, results)
-    return paragraph(Picture(name, alt)), paragraph(Code(name), f": {describe_origin(sources, named)}")
+    is_ours = name.startswith("figures/")  # drawn by the report itself
+    sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)
+    return paragraph(Picture(name, alt)), paragraph(Code(name), f": {describe_origin(sources, report.named)}")
 
 
 def find_pictures(results: Results, pattern: str) -> list[str]:
@@ -73,9 +67,12 @@ def describe_origin(sources: list[Source], named: str) -> str:
     return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {how}"
 
 
-def _figure(figure: Figure, paper: Paper, verdicts: Mapping[str, Verdict], results: Results, named: str) -> list[Block]:
+def _figure(figure: Figure, report: Report) -> list[Block]:
+    results = report.results
     files = find_pictures(results, figure.files) if figure.files else []
-    shared = next((other for other in paper.figures if other.place == figure.shared_with and find_pictures(results, other.files)), None)
+    shared = next(
+        (other for other in report.paper.figures if other.place == figure.shared_with and find_pictures(results, other.files)), None
+    )
     if figure.files is None:
         state = ("It is a diagram of the method, which has nothing to measure.",)
     elif files:
@@ -84,12 +81,12 @@ def _figure(figure: Figure, paper: Paper, verdicts: Mapping[str, Verdict], resul
         state = (f"The pictures of {shared.place} show it too.",)
     else:
         state = ("Not drawn yet: ", Code(figure.command), ".")
-    entries = format_counts(verdict for verdict in verdicts.values() if figure.place in verdict.entry.places)
+    entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
     blocks: list[Block] = [
         Heading(figure.place),
         paragraph(f"The paper shows: {figure.shows}."),
         paragraph(*state, f" The ledger's entries on it: {entries or 'none'}."),
     ]
     for name in files:
-        blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", paper, results, named)
+        blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)
     return blocks

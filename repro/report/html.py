@@ -6,12 +6,12 @@ Whatever comes from a record is escaped, here or by the template.
 import base64
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
-from .claims import Verdict
+from .claims import Report, Verdict
 from .document import (
     Block,
     Bullets,
@@ -31,8 +31,6 @@ from .document import (
     make_anchor,
     plain,
 )
-from .paper import Paper
-from .results import Results
 from .statuses import KINDS, STATUSES, count_statuses
 from .wording import format_delta, format_ours
 
@@ -41,13 +39,8 @@ LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, 
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 
 
-def render_html(pages: Sequence[tuple[Paper, Document, Mapping[str, Verdict]]], results: Results, profile: str | None) -> str:
-    """The page, with a tab for each paper where there are several.
-
-    Args:
-        pages: each paper with its page and its verdicts; the primary paper first.
-        results: the records behind them.
-        profile: the profile that params.yaml equals; None where it was edited.
+def render_html(pages: Sequence[tuple[Report, Document]]) -> str:
+    """The page, with a tab for each paper where there are several; the primary paper comes first.
 
     Raises:
         UserError: a picture cannot be read.
@@ -55,42 +48,38 @@ def render_html(pages: Sequence[tuple[Paper, Document, Mapping[str, Verdict]]], 
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    papers = [_describe(place, *page, results, profile) for place, page in enumerate(pages)]
+    papers = [_describe(report, document, is_first=not place) for place, (report, document) in enumerate(pages)]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(papers=papers, kinds=KINDS)
 
 
-def _describe(
-    place: int, paper: Paper, document: Document, verdicts: Mapping[str, Verdict], results: Results, profile: str | None
-) -> dict[str, Any]:
-    """What the template shows of a paper. The ids of all papers but the first begin with the paper's."""
-    render = _Renderer(results.paths.results, f"{paper.id}-" if place else "")
-    counts = count_statuses(verdicts.values())
+def _describe(report: Report, document: Document, *, is_first: bool) -> dict[str, Any]:
+    """What the template shows of a paper. Its ids begin with the paper's, but for the first one's."""
+    paper, counts = report.paper, count_statuses(report.all)
+    render = _Renderer(report.results.paths.results, "" if is_first else f"{paper.id}-")
     return {
         "id": paper.id,
         "name": paper.name,
         "prefix": render.prefix,
         "title": document.title,
         "lead": render.blocks(document.lead, document.title),
-        "sections": [
-            (render.prefix + section.anchor, section.title, render.blocks(section.blocks, section.title)) for section in document.sections
-        ],
-        "places": list(dict.fromkeys(place for verdict in verdicts.values() for place in verdict.entry.places)),
+        "sections": [(render.prefix + each.anchor, each.title, render.blocks(each.blocks, each.title)) for each in document.sections],
+        "places": list(dict.fromkeys(place for verdict in report.all for place in verdict.entry.places)),
         "statuses": [(status.word, make_anchor(status.word), status.mark, counts[status.word]) for status in STATUSES.values()],
-        "entries": [_entry(verdict, results, profile) for verdict in verdicts.values()],
+        "entries": [_entry(verdict, report) for verdict in report.all],
     }
 
 
-def _entry(verdict: Verdict, results: Results, profile: str | None) -> dict[str, Any]:
+def _entry(verdict: Verdict, report: Report) -> dict[str, Any]:
     """A row of the ledger. `about` is shown on demand."""
-    entry, sources = verdict.entry, {source.path: source for source in results.sources}
+    entry, sources = verdict.entry, {source.path: source for source in report.results.sources}
     about = [("entry", entry.id), ("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
     about += [("what would measure it", verdict.command), ("matched by", verdict.how)]
     about += [("elsewhere", str(each)) for each in verdict.elsewhere]
     for path in verdict.sources:
         about.append(("record", path))
         if source := sources.get(path):
-            how = (profile or "none, edited parameters") if source.stage else "none, run by hand"
-            about += [("device", source.device), ("profile", how), ("parent commit", str(source.identity.get("parent_commit") or "–")[:12])]
+            commit = str(source.identity.get("parent_commit") or "–")[:12]
+            about += [("device", source.device), ("parameters", report.named if source.stage else "run by hand"), ("parent commit", commit)]
     return {
         "id": entry.id,
         "status": verdict.status,

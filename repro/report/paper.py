@@ -119,6 +119,11 @@ class Contest:
     picture: str
     series: Mapping[str, tuple[str, str | None]]
 
+    @property
+    def title(self) -> str:
+        """`Ours against theirs`."""
+        return f"{self.ours[1]} against {self.theirs[1]}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper:
@@ -163,8 +168,3 @@ class Paper:
     def ledger(self) -> Ledger:
         """Its ledger, read once."""
         return load_ledger(self.ledger_file)
-
-    @property
-    def page(self) -> str:
-        """Its page, relative to results/."""
-        return "tables.md" if self.primary else f"papers/{self.id}.md"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .claims import Report
 from .document import Block, Code, Heading, Number, Paragraph, Picture, Piece, Section, Strong, Table, paragraph, table
 from .ledger import Ledger
 from .ordering import Ordering, judge_ordering
@@ -104,8 +105,9 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
     return "–" if entry is None else entry.printed or "–"
 
 
-def variants_section(paper: Paper, results: Results) -> Section:
+def variants_section(report: Report) -> Section:
     """The verdicts on orderings, then every table and figure of each group."""
+    paper, results = report.paper, report.results
     variants, ledger = paper.variants, paper.ledger
     title = f"The ablations: {variants.places}"
     every = find_groups(results, variants)
@@ -140,29 +142,30 @@ def variants_section(paper: Paper, results: Results) -> Section:
     return Section(title, tuple(blocks))
 
 
-def draw_variants(paper: Paper, results: Results, folder: Path) -> None:
+def draw_variants(report: Report, folder: Path) -> None:
     """Draw the figures that compare variants, one for each data set: from the group with most of a figure's variants."""
-    if paper.variants is None:
-        return
-    ledger = paper.ledger
-    for group, where in _to_draw(find_groups(results, paper.variants), paper.variants).values():
+    ledger = report.paper.ledger
+    for group, where in _find_to_draw(report):
         where.draw(folder / _file_name(where, group), group, lambda row, column: find_printed(ledger, row, column))
 
 
-def find_drawn(paper: Paper, results: Results) -> dict[str, list[Source]]:
+def find_drawn(report: Report) -> dict[str, list[Source]]:
     """The name of each file that `draw_variants` makes -> the records that it shows."""
-    if paper.variants is None:
-        return {}
-    drawn = _to_draw(find_groups(results, paper.variants), paper.variants).values()
-    return {_file_name(where, group): list(group.at(where).values()) for group, where in drawn}
+    return {_file_name(where, group): list(group.at(where).values()) for group, where in _find_to_draw(report)}
 
 
-def find_shown(paper: Paper, results: Results) -> set[str]:
+def find_shown(report: Report) -> set[str]:
     """The paths of the records that `variants_section` shows."""
-    if paper.variants is None:
+    variants = report.paper.variants
+    if variants is None:
         return set()
-    shown = _shown(find_groups(results, paper.variants), paper.variants)
+    shown = _shown(find_groups(report.results, variants), variants)
     return {source.path for group, where in shown for source in group.at(where).values()}
+
+
+def _find_to_draw(report: Report) -> list[tuple[Group, VariantTable]]:
+    variants = report.paper.variants
+    return list(_to_draw(find_groups(report.results, variants), variants).values()) if variants else []
 
 
 def _shown(every: list[Group], variants: Variants) -> Iterator[tuple[Group, VariantTable]]:

@@ -10,8 +10,7 @@ import pytest
 from repro.core.paths import Paths
 from repro.core.record import write_record
 from repro.papers import load_primary
-from repro.report.claims import Verdict, judge_entries
-from repro.report.document import Document
+from repro.report.claims import Report, Verdict, judge_paper
 from repro.report.ledger import Ledger
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
@@ -138,15 +137,15 @@ class Checkout:
     def results(self) -> Results:
         return Results(self.paths, [self.paper], SCORES)
 
-    def judge(self, speed_dtype: str = "fp16") -> dict[str, Verdict]:
-        return judge_entries(self.paper, self.results(), speed_dtype, VERBS)
+    def report(self, speed_dtype: str = "fp16") -> Report:
+        return judge_paper(self.paper, self.results(), speed_dtype=speed_dtype, verbs=VERBS, profile="mini")
 
-    def document(self) -> Document:
-        return build_document(self.paper, self.judge(), self.results(), "the mini profile")
+    def judge(self, speed_dtype: str = "fp16") -> dict[str, Verdict]:
+        return dict(self.report(speed_dtype).verdicts)
 
     def page(self) -> str:
         """tables.md."""
-        return render_markdown(self.document())
+        return render_markdown(build_document(self.report()))
 
     def write(self, path: str, text: str) -> Path:
         file = self.paths.root / path

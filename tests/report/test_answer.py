@@ -6,7 +6,7 @@ import pytest
 
 from repro.core.paths import Paths
 from repro.report.answer import find_speeds, readme_blocks
-from repro.report.claims import judge_entries
+from repro.report.claims import judge_paper
 from repro.report.results import Results
 from stages import profile, stage_names, verb_of
 from stages.report import ReportParams, load_scores, run
@@ -47,7 +47,7 @@ def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **m
 
 def facts(checkout) -> dict[str, list[str]]:
     """What -> [ours, scope] of README's table."""
-    block = readme_blocks(checkout.paper, checkout.judge(), checkout.results(), "the mini profile")["results"]
+    block = readme_blocks(checkout.report())["results"]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()[2:]]
     return {row[0]: row[1:] for row in rows}
 
@@ -93,7 +93,7 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
     # 24 parameters, 25 FLOPs, 65 accuracies, 16 speeds
     (together,) = [row for label, row in found.items() if "parameters" in label]
     assert together[0] == "none of 130 is measured"
-    assert "picture" not in readme_blocks(checkout.paper, checkout.judge(), checkout.results(), "the mini profile")
+    assert "picture" not in readme_blocks(checkout.report())
 
 
 def test_runs_on_embedded_data_name_seeds_intervals_and_what_needs_no_learning(checkout):
@@ -118,7 +118,7 @@ def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
     readme = checkout.write("README.md", text)
     run(ReportParams(), checkout.paths, html=False)
     written = readme.read_text(encoding="utf-8")
-    blocks = readme_blocks(checkout.paper, checkout.judge(), checkout.results(), "the mini profile")
+    blocks = readme_blocks(checkout.report())
     expected = text.replace("\nold\n", f"\n{blocks['results']}\n").replace("<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n")
     assert written == expected and "](results/figures/readme_resolution.png)" in written
     assert (checkout.paths.results / "figures" / "readme_resolution.png").is_file()
@@ -135,6 +135,6 @@ def test_this_readme_is_what_the_committed_records_give(paper, name):
         pytest.skip(f"README.md has no block {name} yet")
     paths = Paths(ROOT)
     results = Results(paths, [paper], load_scores(paths))
-    verdicts = judge_entries(paper, results, "fp16", [verb_of(stage) for stage in stage_names()])
-    named = f"the {profile.active(paths, besides=('runtime',))} profile"
-    assert rest.partition(f"\n<!-- /{name} -->")[0] == readme_blocks(paper, verdicts, results, named)[name]
+    verbs, named = [verb_of(stage) for stage in stage_names()], profile.active(paths, besides=("runtime",))
+    report = judge_paper(paper, results, speed_dtype="fp16", verbs=verbs, profile=named)
+    assert rest.partition(f"\n<!-- /{name} -->")[0] == readme_blocks(report)[name]

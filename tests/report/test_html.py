@@ -9,7 +9,7 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.report.claims import judge_entries
+from repro.report.claims import judge_paper
 from repro.report.html import render_html
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
@@ -63,9 +63,9 @@ def committed(paper) -> tuple[str, str]:
     """tables.md and report.html of the records of this repository."""
     paths = Paths(ROOT)
     results = Results(paths, [paper], load_scores(paths))
-    verdicts = judge_entries(paper, results, "fp16", ("report",))
-    document = build_document(paper, verdicts, results, "the mini profile")
-    return render_markdown(document), render_html([(paper, document, verdicts)], results, "mini")
+    report = judge_paper(paper, results, speed_dtype="fp16", verbs=("report",), profile="mini")
+    document = build_document(report)
+    return render_markdown(document), render_html([(report, document)])
 
 
 def test_the_ledgers_rows_are_those_of_claims_json(checkout):

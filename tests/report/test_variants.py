@@ -45,7 +45,7 @@ def grid(checkout, step=2.0, **more):
 def parts(checkout) -> list[str]:
     """The head of the section, then the text below each heading, with the heading first."""
     found = [""]
-    for block in variants_section(checkout.paper, checkout.results()).blocks:
+    for block in variants_section(checkout.report()).blocks:
         found += [""] if isinstance(block, Heading) else []
         found[-1] += render_block(block) + "\n\n"
     return found
@@ -92,7 +92,7 @@ def test_other_recipes_and_other_devices_are_other_groups(checkout):
     assert sorted(len(group.variants) for group in find_groups(checkout.results(), checkout.paper.variants)) == [1, 1, 2]
     _, only = parts(checkout)
     assert only.startswith("### Table 4") and "90.50" not in only
-    assert find_shown(checkout.paper, checkout.results()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
+    assert find_shown(checkout.report()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
 
 
 def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
@@ -127,10 +127,10 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
     train(checkout, "chunk8", [71, 72], folder="measured/elsewhere/ablate/digits")  # one alone makes no figure
 
     def draw():
-        draw_variants(checkout.paper, checkout.results(), folder)
+        draw_variants(checkout.report(), folder)
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
-    files, shown = draw(), find_drawn(checkout.paper, checkout.results())
+    files, shown = draw(), find_drawn(checkout.report())
     assert sorted(files) == sorted(shown) == ["fig7a_digits.png", "fig7b_digits.png"]
     assert not any("elsewhere" in source.path for of_figure in shown.values() for source in of_figure)
     assert draw() == files and files["fig7a_digits.png"].startswith(b"\x89PNG")
@@ -140,5 +140,5 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
 
 def test_nothing_trained_says_how(checkout):
     assert "None is trained yet: `repro ablate`" in parts(checkout)[0]
-    draw_variants(checkout.paper, checkout.results(), checkout.paths.results / "figures")
+    draw_variants(checkout.report(), checkout.paths.results / "figures")
     assert not (checkout.paths.results / "figures").exists()
