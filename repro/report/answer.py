@@ -14,7 +14,7 @@ from .measured import format_scores
 from .paper import Contest, Question
 from .records import Source
 from .results import Results, SpeedGroup
-from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, format_counts
+from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, describe_counts
 from .variants import find_shown
 from .wording import format_ours, significant
 
@@ -73,7 +73,7 @@ def draw_contest(report: Report, folder: Path) -> None:
 def facts_table(report: Report, *, is_brief: bool = False) -> Table:
     """The answer in numbers; every row names its device, its profile and its scope. `is_brief` joins the questions without an answer."""
     paper = report.paper
-    entries = f"{len(report.all)}: {format_counts(report.all)}"
+    entries = f"of {len(report.all)}, {describe_counts(report.all)}"
     facts: list[Fact] = [("numbers and statements of the paper", entries, "the ledger, judged by code")]
     own = {question: [report.verdicts[name] for name in question.find(paper.ledger)] for question in paper.questions}
     unanswered = {question: of for question, of in own.items() if is_brief and all(verdict.ours is None for verdict in of)}
