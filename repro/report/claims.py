@@ -1,9 +1,11 @@
 """The status of every entry of a ledger, set by code; see `statuses`."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 
 from .arithmetic import Number, agreement, decimals, near
 from .expressions import Expression
@@ -175,18 +177,14 @@ class _Judge:
 
     def _check_paper(self, entry: Entry) -> tuple[list[str], int]:
         """Evidence for each relation that the paper's own numbers violate, and how many relations could be decided."""
-        evidence, checks = [], 0
-        rules = [lambda relation=relation: self._violation(entry, relation) for relation in entry.relations]
+        checks = [partial(self._violation, entry, relation) for relation in entry.relations]
         if entry.holds is not None:
-            rules.append(lambda: self._refutation(entry))
-        for rule in rules:
-            try:
-                found = rule()
-            except Missing:
-                continue
-            checks += 1
-            evidence += [found] if found else []
-        return evidence, checks
+            checks.append(partial(self._refutation, entry))
+        decided = []
+        for check in checks:
+            with contextlib.suppress(Missing):
+                decided.append(check())
+        return [evidence for evidence in decided if evidence], len(decided)
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
         if relation.requires is not None:
@@ -272,10 +270,8 @@ class _Judge:
         """The values of those parts for which everything was measured."""
         values = []
         for part in parts:
-            try:
+            with contextlib.suppress(Missing):
                 values.append(self._evaluate_ours(part, group, attention))
-            except Missing:
-                continue
         return values
 
     def _known(self, command: str) -> str:

@@ -59,6 +59,7 @@ def _describe(report: Report, document: Document, *, is_first: bool) -> dict[str
     return {
         "id": paper.id,
         "name": paper.name,
+        "model": paper.model,
         "prefix": render.prefix,
         "title": document.title,
         "lead": render.blocks(document.lead, document.title),

@@ -165,13 +165,13 @@ def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
 
 
 def _ratios(rows: Rows) -> list[Block]:
-    """The ratios that a record gives of its own rows, Vittt against the DeiT of its size."""
+    """The ratios that a record gives of its own rows, each size against the baseline of that size."""
     lines: list[Line] = []
     for source in {source.path: source for _, source in rows}.values():
         for key, label, unit in (("speedup_at_1280", "speed-up", "×"), ("memory_saved_at_1280_percent", "memory saved", " %")):
             for size, compared in sorted((source.metrics.get(key) or {}).items()):
                 shown = ", ".join(_ratio(compared, attention, unit) for attention in ("unfused", "fused"))
-                lines.append((f"Vittt-{size} against DeiT-{size} at 1280×1280, {label}: {shown}.",))
+                lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:
             lines.append(("The op ", Code("ttt_linear_bidir"), f" alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))

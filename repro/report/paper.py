@@ -60,15 +60,20 @@ class Variants:
         options: variant -> the options of the model that it changes; {} for the plain model.
         tables: where they are compared.
         places: the same in words, e.g. `Tables 3 and 4`.
-        command: what trains them; with `--all`, all of them.
+        stage: the stage that trains them; its verb with `--all` trains all of them.
         about: the model and the data that the paper's numbers are of, in words.
     """
 
     options: Mapping[str, Mapping[str, Any]]
     tables: tuple[VariantTable, ...]
     places: str
-    command: str
+    stage: str
     about: str
+
+    @property
+    def command(self) -> str:
+        """The command that trains them."""
+        return f"repro {self.stage}"
 
     @cached_property
     def changed(self) -> frozenset[str]:

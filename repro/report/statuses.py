@@ -23,10 +23,7 @@ class Status:
 
 
 MATCHED = Status(
-    "matched",
-    "✓",
-    "ours, rounded to the paper's printed digits, is the paper's number; ✓ᵗ where it takes truncation instead",
-    "{} match",
+    "matched", "✓", "ours, rounded to the paper's printed digits, is the paper's number; ✓ᵗ where it takes truncation instead", "{} match"
 )
 DIFFERS = Status("differs", "≠", "ours is another number; the difference ours − paper is in parentheses", "{} differ")
 NOT_MEASURED = Status(

@@ -155,12 +155,13 @@ def find_drawn(report: Report) -> dict[str, list[Source]]:
 
 
 def find_shown(report: Report) -> set[str]:
-    """The paths of the records that `variants_section` shows."""
+    """The paths of the records that `variants_section` alone shows; those of other stages than the variants' stand elsewhere too."""
     variants = report.paper.variants
     if variants is None:
         return set()
     shown = _shown(find_groups(report.results, variants), variants)
-    return {source.path for group, where in shown for source in group.at(where).values()}
+    sources = (source for group, where in shown for source in group.at(where).values())
+    return {source.path for source in sources if source.stage in (None, variants.stage)}
 
 
 def _find_to_draw(report: Report) -> list[tuple[Group, VariantTable]]:
@@ -198,11 +199,8 @@ def _rows_table(group: Group, where: VariantTable, results: Results, paper: Pape
     extra = [key for key in printed if key != TOP1 and any(key in scores for scores in downstream.values())]
     printed = [key for key in printed if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
     theirs = [f"paper: {_label(columns[key].label, columns[key].unit, key)}" for key in printed]
-    head = [
-        "",
-        *theirs,
-        *(f"ours: {name}" for name in ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[k].label for k in extra))),
-    ]
+    measured = ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[key].label for key in extra))
+    head = ["", *theirs, *(f"ours: {name}" for name in measured)]
     rows: list[list[Piece]] = []
     for name, source in members.items():
         m, scores, speed = source.metrics, downstream[name], group.throughput(name)

@@ -108,6 +108,7 @@ def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(che
     assert "| design dual | 6.96 | 1.42 | 2068 | 77.5 | 42.7 | 38.6 | 0.3293 | 0.035 | 321 | 77.40 ± 0.25 | 42.6 | 38.5 |" in text
     assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 42.9 | 38.7 | 6.983 | – | – | 77.60 | – | – |" in text
     assert "insufficient budget" in parts(checkout)[0]
+    assert "results/pretrain/tiny/metrics.json" not in find_shown(checkout.report())
     assert checkout.judge()["table3.dual.top1_percent"].ours == pytest.approx(77.4)
     train(checkout, "gating", [70.0], **more)  # by hand, for as many epochs as somebody wished
     assert checkout.judge()["table3.gating.top1_percent"].ours is None

@@ -100,7 +100,7 @@ PAPER = Paper(
             ),
         ),
         places="Tables 3 and 4, Fig. 7",
-        command="repro ablate",
+        stage="ablate",
         about="Vittt-T on ImageNet-1K",
     ),
 )
