@@ -80,6 +80,8 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout)
     contest = checkout.paper.contest
     assert find_speeds(contest, checkout.results()).source.path == "results/measured/cpu/efficiency/metrics.json"
+    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", rows=ROWS[:3])
+    assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
     speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency")
     assert find_speeds(contest, checkout.results()).group.device == checkout.H200
     assert facts(checkout)["anything on a GPU"][0] == checkout.H200
