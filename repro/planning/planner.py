@@ -11,9 +11,9 @@ from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..data.cells import manifest_path
 from ..data.manifest import Manifest, read_manifest
+from ..papers import load_papers, load_primary
 from ..report.demands import Measurement, demands
-from ..report.ledger import load_ledger
-from ..report.sources import Results
+from ..report.results import Results
 from .rates import Rates, TrainingSpeed, find_measured
 
 CLASSIFIERS = ("pretrain", "baselines", "ablate")  # the stages that train classifiers, all of them alike
@@ -163,7 +163,7 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     Raises:
         UserError: wrong parameters, or a given rate of a model that no cell trains.
     """
-    results, needs = _read_paper(paths)
+    results, needs = _read_paper(paths, stages)
     sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name != "runtime"}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
     trained: set[str] = set()
@@ -179,10 +179,11 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     return CostPlan(rows, needs)
 
 
-def _read_paper(paths: Paths) -> tuple[Results, dict[str, list[set[Measurement]]]]:
-    """The records of a checkout, and the measurements that each table and figure of the paper needs."""
-    ledger = load_ledger()
-    return Results(paths, ledger.default_options, ledger.own_families), demands(ledger)
+def _read_paper(paths: Paths, stages: Mapping[str, Any]) -> tuple[Results, dict[str, list[set[Measurement]]]]:
+    """The records of a checkout, and the measurements that each table and figure of the primary paper needs."""
+    papers = load_papers().values()
+    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
+    return Results(paths, papers, scores), demands(load_primary().ledger)
 
 
 def _build_params(stage: Any, name: str, content: Any) -> Any:

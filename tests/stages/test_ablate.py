@@ -18,9 +18,9 @@ import pytest
 from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
-from repro.core.variants import PLACES, VARIANTS
 from repro.measure.flops import cost
 from repro.papers.vision_ttt.grid import vary_recipe
+from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.tasks.classification.spec import SPEC
 from repro.training.cells import train_cell
 from repro.training.job import Cell
@@ -57,9 +57,9 @@ def record(folder: Path) -> dict:
 
 
 def test_the_grid_is_17_models_of_20_entries():
-    assert [len(names) for names in PLACES.values()] == [6, 5, 6, 3] and len(VARIANTS) == 17
-    assert {name for names in PLACES.values() for name in names} == set(VARIANTS)
-    assert all("conv2d" in names for names in PLACES.values()) and VARIANTS["conv2d"] == {}
+    assert [len(names) for names in TABLES_AND_FIGURES.values()] == [6, 5, 6, 3] and len(VARIANTS) == 17
+    assert {name for names in TABLES_AND_FIGURES.values() for name in names} == set(VARIANTS)
+    assert all("conv2d" in names for names in TABLES_AND_FIGURES.values()) and VARIANTS["conv2d"] == {}
     assert len({json.dumps(options) for options in VARIANTS.values()}) == 17
 
 

@@ -10,13 +10,13 @@ import pytest
 from repro.core.config import load_yaml
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
-from repro.core.variants import PLACES, VARIANTS
 from repro.data.kinds import KINDS
 from repro.measure.flops import cost
+from repro.papers import load_primary
+from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.planning.planner import plan_costs
 from repro.planning.rates import Rates
 from repro.report.demands import demands
-from repro.report.ledger import load_ledger
 from stages import load_stages
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,9 @@ def test_the_paper_profile_trains_every_variant(paper_plan):
     for name, options in VARIANTS.items():
         listed = ",".join(f"{option}={value}" for option, value in sorted(options.items()))
         model = f"vittt_tiny_patch16_224[{listed}]" if options else "vittt_tiny_patch16_224"
-        wanted = ("imagenet", "coco", "ade20k") if name in (*PLACES["Table 3"], *PLACES["Table 4"]) else ("imagenet",)
+        wanted = (
+            ("imagenet", "coco", "ade20k") if name in (*TABLES_AND_FIGURES["Table 3"], *TABLES_AND_FIGURES["Table 4"]) else ("imagenet",)
+        )
         assert all(("accuracy", data, model) in gives for data in wanted), name
 
 
@@ -90,7 +92,7 @@ def test_numbers_of_table_2_that_the_paper_profile_would_give(paper_plan, place,
     """Two counts of every backbone with its adapter, and the scores of the models that the profile trains."""
     counts = 2 * len(PAPER["complexity"]["adapters"]["backbones"])
     models = {cell["model"] for cell in PAPER[stage].values() if not cell.get("options")}
-    assert paper_plan.count_covered()[place] == (counts + scores * len(models), len(demands(load_ledger())[place]))
+    assert paper_plan.count_covered()[place] == (counts + scores * len(models), len(demands(load_primary().ledger)[place]))
 
 
 def test_the_printed_plan(checkout, repro_cli):

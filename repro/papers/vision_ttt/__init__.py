@@ -1,1 +1,1 @@
-"""Rooms of papers."""
+"""Vision-TTT (arXiv:2603.00518), the paper that this project reproduces."""

@@ -6,7 +6,6 @@ from ...core.config import load_section, section_keys
 from ...core.errors import UserError, did_you_mean
 from ...core.paths import Paths, find_root
 from ...core.runtime import choose_device, device_slug, load_runtime
-from ...core.variants import VARIANTS
 from ...data.cells import manifest_path
 from ...data.kinds import PrepareData
 from ...data.manifest import read_manifest
@@ -15,6 +14,7 @@ from ...tasks.classification.spec import SPEC
 from ...training.grid import Variant, train_grid, train_one
 from ...training.job import Cell
 from .recipe import describe_recipe
+from .variants import VARIANTS
 
 STAGE = "ablate"
 

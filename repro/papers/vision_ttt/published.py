@@ -4,15 +4,14 @@ import timm
 
 from ...core.errors import UserError
 from ...models.published import Published, find_published
-from ...report.ledger import PAPER as LEDGER
-from ...report.ledger import load_ledger
+from .paper import PAPER
 
 
 def find_table1_models() -> tuple[list[tuple[Published, int]], dict[str, list[str]]]:
     """The rows of Table 1 that published weights can fill, with the row's image side in pixels; reason -> labels of the other rows."""
     found: list[tuple[Published, int]] = []
     left_out: dict[str, list[str]] = {}
-    for row in load_ledger(LEDGER).table("table1").records.values():
+    for row in PAPER.ledger.table("table1").records.values():
         label, size, model = (row[key] for key in ("label", "size", "model"))
         try:
             if not model or not timm.is_model(model):
@@ -29,5 +28,5 @@ def find_table1_models() -> tuple[list[tuple[Published, int]], dict[str, list[st
 
 def find_table1_top1(model: str, image_size: int) -> str | None:
     """The accuracy in percent that Table 1 prints for a model at an image side in pixels; None if it has no such row."""
-    rows = load_ledger(LEDGER).table("table1").records.values()
+    rows = PAPER.ledger.table("table1").records.values()
     return next((row["top1_percent"] for row in rows if (row["model"], row["size"]) == (model, str(image_size))), None)

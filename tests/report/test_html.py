@@ -9,11 +9,12 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.report.claims import judge
-from repro.report.page import report_html
-from repro.report.sources import Results
-from repro.report.tables import tables_md
-from stages.report import ReportParams, run
+from repro.report.claims import judge_paper
+from repro.report.html import render_html
+from repro.report.markdown import render_markdown
+from repro.report.pages import build_document
+from repro.report.results import Results
+from stages.report import ReportParams, load_scores, run
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "link", "input", "br", "img", "hr"}
@@ -58,12 +59,13 @@ def page(checkout) -> str:
 
 
 @pytest.fixture(scope="module")
-def committed(ledger) -> tuple[str, str]:
+def committed(paper) -> tuple[str, str]:
     """tables.md and report.html of the records of this repository."""
-    results = Results(Paths(ROOT), ledger.default_options, ledger.own_families)
-    verdicts = judge(ledger, results, "fp16")
-    tables = tables_md(ledger, verdicts, results, "mini")
-    return tables, report_html(verdicts, results, "mini", tables)
+    paths = Paths(ROOT)
+    results = Results(paths, [paper], load_scores(paths))
+    report = judge_paper(paper, results, speed_dtype="fp16", verbs=("report",), profile="mini")
+    document = build_document(report)
+    return render_markdown(document), render_html([(report, document)])
 
 
 def test_the_ledgers_rows_are_those_of_claims_json(checkout):
@@ -83,6 +85,7 @@ def test_the_ledgers_rows_are_those_of_claims_json(checkout):
 
 def test_what_explains_a_status_stands_in_its_row(checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
+    checkout.write("dvc.yaml", "stages: {pretrain: {cmd: repro pretrain}, ablate: {cmd: repro ablate}}\n")
     elements = Elements(page(checkout))
     about = dict(
         zip(
@@ -98,7 +101,7 @@ def test_what_explains_a_status_stands_in_its_row(checkout):
 def test_records_cannot_write_markup(checkout):
     attack = '"><script>alert(1)</script><img src=x onerror=alert(1)>[link](javascript:alert(1))'
     checkout.record("complexity", {"rows": {}, "saved_at_1280_percent": {"T": 78.68}, "dwconv_params_m": {}}, device=attack)
-    checkout.train(f"cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", 98.0, val_images=360)
+    checkout.train(f"pretrain/cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", top1=98.0, val_images=360)
     checkout.speed({"model": f"vittt{attack}", "status": attack, "reason": attack, "throughput_img_per_s": None}, device=attack)
     elements = Elements(page(checkout))
     assert len(elements.all("script")) == 1
@@ -140,6 +143,7 @@ def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
     assert len(elements.all("button", **{"class": "zoom"})) == len(pictures)
     tables_there = elements.all("table")
     assert len(tables_there) == len(re.findall(r"(?m)^\|(?:---:?\|)+$", tables)) + 1
+    assert elements.all("h1")[0][2] == "The paper's numbers and ours"
     assert all(each[1].get("scope") in ("col", "row") for each in elements.all("th"))
     marked = list(elements.all("span", **{"class": "mark"}))
     assert marked and all(each[1]["title"] in each[2] for each in marked)  # never the colour alone
