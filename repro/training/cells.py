@@ -220,7 +220,7 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
     metrics: dict[str, Any] = {
         "model": params.model,
         "options": params.options,
-        "init": params.init.weights if params.init else "random",
+        "init": {"weights": params.init.weights, "weights_hash": hash_file(cell.inputs[1])} if params.init else None,
         "data": params.data,
         "kind": job.data.kind,
         "classes": len(job.described["classes"]),
@@ -231,6 +231,8 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         "skipped_steps": sum(record["skipped_steps"] for record in records),
         "by_seed": records,
     }
+    if params.init is None:
+        metrics["init_reason"] = "random weights"
     if "unreadable_images" in first:
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:

@@ -12,10 +12,11 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
+from repro.papers import load_papers
 from repro.planning import costs
 from repro.planning.planner import CostPlan, Planner, PlanRow, plan_costs
 from repro.planning.rates import Rates
-from repro.report.sources import Results
+from repro.report.results import Results
 
 NANO = "vittt_nano_patch16_144"
 GIVEN = Rates(given={NANO: 7.19})
@@ -26,7 +27,7 @@ def make_planner(root, stage, rates=GIVEN):
         return SimpleNamespace(kind=kind, expected=SimpleNamespace(classes=classes, train=train))
 
     data = {"digits": prepared("digits", 10, 1438), "photos": prepared("imagenet", 1000, 1_281_167), "coco": prepared("coco", 80, 118_287)}
-    results = Results(Paths(root), {"design": "conv2d"}, ("vittt",))
+    results = Results(Paths(root), load_papers().values(), {})
     return Planner(stage=stage, paths=Paths(root), rates=rates, results=results, data=data)
 
 
@@ -54,7 +55,7 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
     planner = make_planner(tmp_path, "pretrain")
     (row,) = costs.charge_classification(planner, {"nano": make_params({"image_size": 32}, **changes)})
     assert row.command == "dvc repro pretrain@nano" and row.gpu_hours == pytest.approx(seconds / 3600)
-    num_params = cost(NANO, {"depth": 1, "num_classes": 10}, (32, 32)).params
+    num_params = cost(NANO, {"depth": 1, "num_classes": 10}, (32, 32)).num_params
     assert row.disk_gb == pytest.approx(copies * 4 * num_params / 1e9)
     assert (row.basis, row.note) == (basis, "") and row.gives == {("accuracy", "digits", f"{NANO}[depth=1]")}
     assert planner.trained == {NANO, f"{NANO}[depth=1]"}
@@ -157,7 +158,7 @@ def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
 
 
 def make_stage(cost, params=None, cells=False):
-    return SimpleNamespace(cost=cost, params=params, cells=cells)
+    return SimpleNamespace(cost=cost, params=params, cells=cells, purpose="check")
 
 
 def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     folder = trained / "results" / stage / "nano"
     record = json.loads((folder / "metrics.json").read_text())
     metrics = record["metrics"]
-    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["init"]) == (
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["init"]["weights"]) == (
         "scenes",
         2,
         steps,
@@ -135,7 +135,7 @@ def test_random_weights_stand_elsewhere(checkout, repro_cli):
     code, out, err = repro_cli("segment", "--random", "--epochs", "1")
     assert code == 0, err
     (record,) = Path("results/measured").glob("*/segment/nano_random_1epochs/metrics.json")
-    assert json.loads(record.read_text())["metrics"]["init"] == "random" and not Path("results/segment").exists()
+    assert json.loads(record.read_text())["metrics"]["init"] is None and not Path("results/segment").exists()
     assert "expected: new" in out and "used" not in out
 
 
