@@ -50,7 +50,7 @@ def find_root(start: Path | None = None) -> Paths:
     """The nearest folder at or above `start` (default: the working directory) that holds params.yaml and dvc.yaml.
 
     Raises:
-        UserError: there is none.
+        UserError: no such folder exists.
     """
     start = (start or Path(os.getcwd())).resolve()
     for folder in (start, *start.parents):

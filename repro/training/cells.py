@@ -120,7 +120,7 @@ def train_cell(cell: Cell) -> None:
     for seed, outcome in outcomes.items():
         write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
     write_record(cell.folder, metrics, identity, seconds)
-    if job.device.type == "cuda":  # what `repro plan` counts with; it differs from run to run, so it is no output of the graph
+    if job.device.type == "cuda":  # `repro plan` counts with it; it differs from run to run, so it is not an output of the graph
         for outcome in outcomes.values():
             speed = {"model": cell.params.model, "options": cell.params.options, "processes": ranks.world_size, **outcome.speed}
             write_record(cell.paths.measured(device_slug(job.device)) / cell.stage, speed, identity, seconds, name=cell.name)
@@ -315,7 +315,7 @@ def replay(stage: str, spec: TaskSpec, dump: Path, cell: str | None, gpus: int |
     known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
     cell = cell or (runs.parent.name if known else None)
     if cell not in section_keys(paths.params, stage):
-        raise UserError(f"{stage}: {dump} lies in no folder of a run; say with --cell which cell it is of")
+        raise UserError(f"{stage}: {dump} does not lie in the folder of a run; name its cell with --cell")
     params = load_section(spec.params, paths.params, stage, cell)
     shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
     replay_step(dump, Cell(stage=stage, name=cell, params=params, spec=spec, **shared), int(known[1]) if known else params.seeds[0])

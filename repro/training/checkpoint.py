@@ -1,7 +1,7 @@
-"""Training state on disk: written to a temporary name, flushed, renamed; two generations; a damaged one is passed over.
+"""Training state on disk: written to a temporary name, flushed, renamed; two generations are kept; a damaged one is passed over.
 
-The file's name carries its step and a checksum of its content, so that a half-written or altered file is recognised before
-it is loaded. Everything is loaded with `weights_only=True`.
+A file's name carries its step and the hash of its content, so a half-written or altered file is recognised before it is
+loaded. Everything is loaded with `weights_only=True`.
 """
 
 import io
@@ -38,7 +38,7 @@ class Checkpointer:
         """Write the state after `step` finished steps and drop generations beyond the newest two.
 
         Raises:
-            RunError: it cannot be written; earlier states are as they were.
+            RunError: the state cannot be written; earlier states stay as they are.
         """
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -54,10 +54,10 @@ class Checkpointer:
             old.unlink()
 
     def restore(self) -> dict[str, Any] | None:
-        """The newest undamaged state, or None where there is none to continue from.
+        """The newest undamaged state; None where there is no state to continue from.
 
         Raises:
-            UserError: there are files, and all of them are damaged.
+            UserError: all states are damaged.
         """
         for torn in self.folder.glob(".step_*.tmp"):  # of a process that was killed while it wrote
             torn.unlink()
@@ -65,7 +65,7 @@ class Checkpointer:
         for step, path in files:
             content = path.read_bytes()
             if short_hash(content) != _NAME.match(path.name)[2]:
-                self.log(f"{path}: damaged (its checksum differs); passing over it")
+                self.log(f"{path}: damaged (its hash differs); passing over it")
                 damaged.append(path)
                 continue
             for useless in damaged:  # else it would count as one of the two generations

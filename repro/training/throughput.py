@@ -14,7 +14,7 @@ NAME = "speed"
 
 
 def has_throughput(cell: Cell) -> bool:
-    """Whether a speed.json of the weights in the cell's folder lies there."""
+    """Whether the cell's folder has a speed.json of the weights that lie there."""
     file = cell.folder / f"{NAME}.json"
     trained = read_json(cell.folder / "metrics.json")["metrics"]["weights_hash"]
     return file.is_file() and read_json(file)["metrics"]["weights_hash"] == trained

@@ -21,12 +21,13 @@ _OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak
 
 
 class Watch:
-    """Watches the steps of one run; a context manager, entered when the first step is about to start.
+    """Watches the steps of one run; a context manager that is entered just before the first step.
 
-    With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (all ranks), `skipped`, `seconds` (since the
-    step before), `data_wait_seconds` (this rank's), and the numbers; what is not finite is null and named in a list `not_finite`.
-    A line is with the operating system when `step` returns, so a state saved afterwards never outruns the file, and a resumed run
-    ends with the lines of an uninterrupted one, times aside. TensorBoard's events are the windows' means as `train/<name>`.
+    With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (over all ranks), `skipped`, `seconds` (since
+    the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a number that is not finite is null and is named
+    in the list `not_finite`. The operating system has the line when `step` returns, so a state that is saved afterwards never gets
+    ahead of the file, and a resumed run ends with the lines of an uninterrupted one, apart from the times. TensorBoard gets the
+    means of each window as `train/<name>`.
 
     Args:
         folder, device: where `train.jsonl` and the TensorBoard events go (rank 0 alone writes); where the model lies.
@@ -93,14 +94,14 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for the next batch: its time is a share of the step that follows."""
+        """Wrap the wait for the next batch; its time belongs to the step that follows."""
         start = self.clock()
         yield
         self._waited += self.clock() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no training (evaluation, snapshots, saving): its time is in no step, no speed and no share."""
+        """Wrap work that is not training (evaluation, snapshots, saving); its time counts in no step and no speed."""
         if self.device.type == "cuda":  # steps still under way belong before the pause
             torch.cuda.synchronize(self.device)
         start = self.clock()
@@ -151,10 +152,10 @@ class Watch:
             raise RunError(f"{self.folder}: step {step} cannot be written: {error.strerror or error}") from None
 
     def summary(self) -> dict[str, Any]:
-        """Totals since entering, after a resume this process's own; `<name>_reason` explains what is None.
+        """Totals since entering, of this process alone after a resume; `<name>_reason` explains each None.
 
-        `throughput_img_per_s` (all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`, `peak_memory_mib`. All differ
-        from run to run (the counts where one was resumed): informational, of the kind that belongs into run.json.
+        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`, `peak_memory_mib`. They
+        differ from run to run (the counts, where a run was resumed), so they explain nothing and belong into run.json.
         """
         total = self._run + self._window
         found = self._rates(total)
@@ -186,7 +187,7 @@ class Watch:
         return means
 
     def _rates(self, counts: Counter) -> dict[str, float]:
-        """Those that are defined: a clock that stood still gives no speed, no step gives no skip rate."""
+        """The rates that are defined: without elapsed time there is no speed, and without steps no skip rate."""
         found = {"skip_rate_percent": 100 * counts["skipped"] / counts["steps"]} if counts["steps"] else {}
         if (seconds := counts["seconds"]) > 0:
             found |= {"img_per_s": counts["images"] / seconds, "data_wait_percent": 100 * counts["waited"] / seconds}
@@ -210,14 +211,14 @@ def format_window(window: dict[str, float]) -> str:
 
 
 def _reopen(path: Path, step: int) -> BinaryIO:
-    """Open for more lines, without those about steps after `step` and without a last one that a crash cut short."""
+    """Open the file for more lines, after dropping the lines about steps after `step` and a last line that a crash cut short."""
     lines, kept = path.read_bytes().splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         try:
             kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
-                raise UserError(f"{path}: line {number} is no line of a step; move the file away") from None
+                raise UserError(f"{path}: line {number} does not describe a step; move the file away") from None
     with atomic(path) as temporary:
         temporary.write_bytes(b"".join(kept))
     return open(path, "ab")

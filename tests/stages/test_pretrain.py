@@ -183,7 +183,7 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
     )
     moved = dump.rename("elsewhere.pt")
     code, _, err = repro_cli("pretrain", "--replay-bad-step", str(moved))
-    assert code == 2 and "lies in no folder of a run; say with --cell" in err
+    assert code == 2 and "does not lie in the folder of a run; name its cell with --cell" in err
     code, again, _ = repro_cli("pretrain", "--cell", "nano", "--replay-bad-step", str(moved))
     assert code == 0 and again == out
 

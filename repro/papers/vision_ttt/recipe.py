@@ -1,4 +1,4 @@
-"""The resolved recipe of a classification run, and where it departs from the paper's: printed and recorded at the start."""
+"""The resolved recipe of a classifier's training, and where it departs from the paper's; it is printed and recorded."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ DROP_PATH_BASE = 0.4  # ViT3-B's; this project's choice, as profiles/paper.yaml 
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What recipe.json holds of a classifier's training, and the same for people.
+    """Describe how a classifier is trained: the content of recipe.json, and lines for people.
 
     Args:
         params: the cell, with one seed.
@@ -117,13 +117,13 @@ def resolve(
         "inactive": _inactive(params),
         "choices": _choices(params, dtype),
     }
-    return json.loads(json.dumps(resolved))  # tuples become lists, as whoever reads the record will see them
+    return json.loads(json.dumps(resolved))  # tuples become lists, as they are in the record
 
 
 def departures(params: Mapping, resolved: Mapping) -> list[str]:
     """One line per departure from the paper's recipe, and where it is silent from DeiT's augmentation and Swin's defaults.
 
-    GPUs and accumulation, which keep the batch, and keys without effect are none. Takes what `resolve` got and what it returned.
+    GPUs and accumulation, which keep the batch, do not count, nor do keys without effect. Takes the argument and the result of `resolve`.
     """
     ours = {**RECIPE[VARIED], "ema_decay": None, **_flat(params)}
     wanted = {key: (value, source) for source, values in RECIPE.items() for key, value in values.items()}
@@ -150,7 +150,7 @@ def departures(params: Mapping, resolved: Mapping) -> list[str]:
 
 
 def lines(resolved: Mapping, departures: list[str]) -> list[str]:
-    """What is printed at the start: the recipe in aligned plain lines, then every departure or that there is none."""
+    """The recipe in aligned plain lines, then every departure, or a line that says that there is none."""
 
     def listed(section: str, *names: str) -> str:
         return ", ".join(f"{name} {_text(resolved[section][name])}" for name in names or resolved[section])
@@ -188,7 +188,7 @@ def _inactive(params: Mapping) -> dict[str, str]:
 
 
 def _choices(params: Mapping, dtype: str) -> list[str]:
-    """Where this project had to choose, so that what it does is neither a departure nor Swin's default."""
+    """Choices of this project that are neither departures from the paper nor Swin's defaults."""
     choices = (
         ("no repeated augmentation: DeiT has it, Swin's code, on which the paper builds, has not", True),
         ("drop path 0.4: ViT3-B's; Swin's default is 0.1", params["model"] == VITTT[2] and params["drop_path"] == DROP_PATH_BASE),
@@ -199,12 +199,12 @@ def _choices(params: Mapping, dtype: str) -> list[str]:
 
 def _same(ours: Any, wanted: Any) -> bool:
     if wanted is None:
-        return not ours  # a strength of 0 is none
+        return not ours  # a strength of 0 switches it off
     if isinstance(wanted, tuple):
         return len(ours) == len(wanted) and all(map(_same, ours, wanted))
     if isinstance(wanted, str):  # the parts of a RandAugment string have no order, and two operations are timm's default
         return isinstance(ours, str) and sorted(set(ours.split("-")) - {"n2"}) == sorted(wanted.split("-"))
-    # 1.3333 in a params file is 4/3; True, a number to Python, is none here
+    # 1.3333 in a params file is 4/3; True is a number to Python, but not here
     return type(ours) in (int, float) and math.isclose(ours, wanted, rel_tol=5e-5)
 
 
