@@ -7,7 +7,9 @@ from repro.inference.params import VisualizeParams
 
 from . import Stage, list_families
 
-STAGE = Stage(params=VisualizeParams, modules=lambda params: list_families())  # the weights files name their models
+STAGE = Stage(  # the weights files name their models
+    params=VisualizeParams, modules=lambda params: list_families(), cost="repro.planning.costs:charge_unknown"
+)
 
 
 def command() -> None:

@@ -12,6 +12,7 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
+from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.planning import costs
 from repro.planning.planner import CostPlan, Planner, PlanRow, plan_costs
@@ -55,7 +56,8 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
     planner = make_planner(tmp_path, "pretrain")
     (row,) = costs.charge_classification(planner, {"nano": make_params({"image_size": 32}, **changes)})
     assert row.command == "dvc repro pretrain@nano" and row.gpu_hours == pytest.approx(seconds / 3600)
-    num_params = cost(NANO, {"depth": 1, "num_classes": 10}, (32, 32)).num_params
+    model = build_model(NANO, img_size=32, depth=1, num_classes=10)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
     assert row.disk_gb == pytest.approx(copies * 4 * num_params / 1e9)
     assert (row.basis, row.note) == (basis, "") and row.gives == {("accuracy", "digits", f"{NANO}[depth=1]")}
     assert planner.trained == {NANO, f"{NANO}[depth=1]"}
