@@ -7,9 +7,9 @@ from typing import Any
 
 from ..core.figures import against_resolution
 from .claims import Report, Verdict
-from .document import Block, Code, Emphasis, Line, Link, Paragraph, Picture, Piece, Strong, Table, paragraph, table
+from .document import Block, Line, Link, Paragraph, Picture, Piece, Text, code, paragraph, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
-from .markdown import render_block
+from .markdown import render_blocks
 from .measured import format_scores
 from .paper import Contest, Question
 from .records import Source
@@ -45,17 +45,17 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
     paper, about = report.paper, report.paper.ledger.paper
     pictures = [name for pattern in paper.pictures for name in find_pictures(report.results, pattern)[:1]]
     shown = [block for name in pictures for block in _lead_picture(name, report)]
-    claim = paragraph(Emphasis(about.title), f", {about.version}. {paper.claim}".rstrip())
-    return (claim, facts_table(report), *shown, _open_entries(report))
+    claim = paragraph(Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip())
+    return (claim, *answer_blocks(report), *shown, _open_entries(report))
 
 
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
-    blocks = {"results": render_block(facts_table(report, is_brief=True))}
+    blocks = {"results": render_blocks(answer_blocks(report))}
     contest = report.paper.contest
     if contest and (speeds := find_speeds(contest, report.results)):
         shown = paragraph(Picture(f"figures/{contest.picture}", contest.title))
-        blocks["picture"] = f"{render_block(shown, 'results/')}\n\n{render_block(_caption(contest, speeds))}"
+        blocks["picture"] = render_blocks((shown, _caption(contest, speeds)), "results/")
     return blocks
 
 
@@ -70,22 +70,16 @@ def draw_contest(report: Report, folder: Path) -> None:
     against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
 
 
-def facts_table(report: Report, *, is_brief: bool = False) -> Table:
-    """The answer in numbers; every row names its device, its profile and its scope. `is_brief` joins the questions without an answer."""
+def answer_blocks(report: Report) -> tuple[Block, Block]:
+    """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope."""
     paper = report.paper
-    entries = f"of {len(report.all)}, {describe_counts(report.all)}"
-    facts: list[Fact] = [("numbers and statements of the paper", entries, "the ledger, judged by code")]
-    own = {question: [report.verdicts[name] for name in question.find(paper.ledger)] for question in paper.questions}
-    unanswered = {question: of for question, of in own.items() if is_brief and all(verdict.ours is None for verdict in of)}
-    facts += [_answer(question, of_question, report) for question, of_question in own.items() if question not in unanswered]
-    if unanswered:
-        label = " and ".join(question.label for question in unanswered)
-        facts.append((label, f"none of {sum(map(len, unanswered.values()))} is measured", "no run under the paper's conditions"))
+    counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
+    facts = [_answer(question, report) for question in paper.questions]
     if paper.primary:
         facts += _embedded_scores(report)
     if paper.contest:
         facts += _contest_facts(paper.contest, report.results)
-    return table(["", "ours", "device, profile, scope"], [*facts, _gpu_fact(report.results)])
+    return paragraph(counts), table(["", "ours", "device, profile, scope"], [*facts, _gpu_fact(report.results)])
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -111,7 +105,8 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
     return max(both, key=rank, default=None)
 
 
-def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
+def _answer(question: Question, report: Report) -> Fact:
+    own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
     origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
@@ -163,7 +158,7 @@ def _embedded_scores(report: Report) -> list[Fact]:
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     speeds = find_speeds(contest, results)
     if speeds is None:
-        return [(contest.title, "not measured", ("no record has rows of both: ", Code("repro efficiency")))]
+        return [(contest.title, "not measured", ("no record has rows of both: ", code("repro efficiency")))]
     how = "a stage of the pipeline" if speeds.source.stage else "run by hand"
     facts = []
     for size in contest.sizes:
@@ -182,7 +177,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
 def _gpu_fact(results: Results) -> Fact:
     devices = list(dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda")))
     if not devices:
-        return "anything on a GPU", Strong("not measured"), "no record is of a GPU"
+        return "anything on a GPU", strong("not measured"), "no record is of a GPU"
     return "anything on a GPU", ", ".join(devices), "devices of the records"
 
 
@@ -190,7 +185,7 @@ def _open_entries(report: Report) -> Paragraph:
     counts = {kind: count_statuses(v for v in report.all if v.entry.kind == kind)[NOT_MEASURED.word] for kind in KINDS}
     named = "; ".join(f"{KINDS[kind]}: {count}" for kind, count in counts.items() if count)
     text = f": {sum(counts.values())} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
-    return paragraph(Strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), ".")
+    return paragraph(strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), ".")
 
 
 def _lead_picture(name: str, report: Report) -> tuple[Paragraph, Paragraph]:
@@ -207,7 +202,7 @@ def _caption(contest: Contest, speeds: Speeds) -> Paragraph:
     how = "" if speeds.source.stage else ", run by hand"
     return paragraph(
         f"{contest.title} over the image size: time and peak memory of a step, on logarithmic axes. Measured on {speeds.scope} (",
-        Code(speeds.source.path),
+        code(speeds.source.path),
         f"{how}).",
     )
 

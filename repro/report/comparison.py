@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from .claims import Report, Verdict, is_of_cost
-from .document import Block, Code, Comparison, Line, Link, Mark, Number, Paragraph, Piece, Section, Strong, join, paragraph, plain, table
+from .document import Block, Comparison, Line, Link, Paragraph, Piece, Section, code, join, mark, number, paragraph, plain, strong, table
 from .ledger import Claim, Entry, Table
 from .statuses import INCONSISTENT, KINDS, NOT_MEASURED, STATUSES, count_statuses, format_counts
 from .wording import format_ours, ours_piece, status_line
@@ -14,16 +14,16 @@ CONTRADICTIONS = "Where the paper contradicts itself"
 def how_to_read(report: Report) -> Section:
     """What the marks mean and what is compared."""
     paper, conditions = report.paper, report.paper.ledger.paper
-    legend = table(["mark", "status", "means"], [[Mark(status), status.word, status.means] for status in STATUSES.values()])
+    legend = table(["mark", "status", "means"], [[mark(status), status.word, status.means] for status in STATUSES.values()])
     speed = f", speed and memory only when taken on one {conditions.speed_device} at batch {conditions.speed_batch}"
     blocks = (
         paragraph(
-            Code("repro report"),
+            code("repro report"),
             " writes this page from the records under ",
-            Code("results/"),
+            code("results/"),
             f" and from the paper's ledger; code sets every status. params.yaml holds {report.named}. All entries, with reasons, commands and "
             "records, are in ",
-            *((Code("claims.csv"), " and ", Code("claims.json")) if paper.primary else (Code(f"{paper.id}.claims.json"),)),
+            *((code("claims.csv"), " and ", code("claims.json")) if paper.primary else (code(f"{paper.id}.claims.json"),)),
             ".",
         ),
         legend,
@@ -41,9 +41,9 @@ def summary(report: Report) -> Section:
     for kind, label in KINDS.items():
         of_kind = [verdict for verdict in report.all if verdict.entry.kind == kind]
         counts = count_statuses(of_kind)
-        rows.append([label, *(Number(str(counts[word])) for word in STATUSES), Number(str(len(of_kind)))])
+        rows.append([label, *(number(counts[word]) for word in STATUSES), number(len(of_kind))])
     counts = count_statuses(report.all)
-    rows.append([Strong("all"), *(Strong(str(counts[word])) for word in STATUSES), Strong(str(len(report.all)))])
+    rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(len(report.all))])
     checks, violations = (sum(getattr(verdict, name) for verdict in report.all) for name in ("checks", "violations"))
     text = (
         f"{checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text, the "
@@ -75,7 +75,7 @@ def cost_claims(report: Report) -> Section:
     for claim in report.paper.ledger.claims:
         for verdict in (verdict for verdict in report.of_claim(claim) if is_of_cost(verdict.entry)):
             printed = _key(claim, verdict) + (verdict.entry.printed or "")
-            about = [claim.place, claim.says, Number(printed) if printed == verdict.entry.printed else printed]
+            about = [claim.place, claim.says, number(printed) if printed == verdict.entry.printed else printed]
             if verdict.ours is not None:
                 rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
             for each in verdict.elsewhere:
@@ -121,7 +121,7 @@ def not_measured(report: Report) -> Section:
         if verdict.status == NOT_MEASURED.word:
             groups.setdefault(verdict.reason, []).append(verdict.command)
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    rows = [[Number(str(len(commands))), reason, _first_command(commands)] for reason, commands in ranked]
+    rows = [[number(len(commands)), reason, _first_command(commands)] for reason, commands in ranked]
     return Section("Not measured, and why", (table(["entries", "reason", "what would measure it"], rows),))
 
 
@@ -135,7 +135,7 @@ def where_checked(report: Report) -> Section:
             rows.append([f"{about.place}, {column.label}", says, *_checked(own, report)])
     for claim in report.paper.ledger.claims:
         rows.append([claim.place, claim.says, *_checked(report.of_claim(claim), report)])
-    text = (Code("repro report"), " judges every entry; the command is what makes, or would make, the number that it judges by.")
+    text = (code("repro report"), " judges every entry; the command is what makes, or would make, the number that it judges by.")
     header = ["where", "the paper says", "entries", "command", "record"]
     return Section("Where each claim is checked", (Paragraph(text), table(header, rows)))
 
@@ -144,8 +144,8 @@ def _compare(verdict: Verdict) -> Piece | Line:
     printed = verdict.entry.printed or ""
     if verdict.ours is not None:
         return Comparison(printed, format_ours(verdict), status_line(verdict))
-    mark = Mark(STATUSES[verdict.status])
-    return (f"{printed} ", mark) if verdict.status == INCONSISTENT.word else Comparison(printed, mark)
+    alone = mark(STATUSES[verdict.status])
+    return (f"{printed} ", alone) if verdict.status == INCONSISTENT.word else Comparison(printed, alone)
 
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
@@ -174,20 +174,20 @@ def _key(claim: Claim, verdict: Verdict) -> str:
 
 
 def _quantity(text: str) -> Piece:
-    return Number(text) if text.endswith(("×", "%")) else text
+    return number(text) if text.endswith(("×", "%")) else text
 
 
 def _prints(entry: Entry) -> Line:
     if entry.printed is None:
         return (entry.says,)
-    number = f"{entry.printed} {entry.unit}".strip()
-    return (Number(number),) if entry.id.startswith("table") else (Strong(number), f": {entry.says}")
+    printed = f"{entry.printed} {entry.unit}".strip()
+    return (number(printed),) if entry.id.startswith("table") else (strong(printed), f": {entry.says}")
 
 
 def _checked(own: Sequence[Verdict], report: Report) -> list[Line]:
     commands = [command for verdict in own for command in _commands(verdict, report)]
     records = dict.fromkeys(source for verdict in own for source in verdict.sources)
-    return [(format_counts(own),), _first_command(commands), join([(Code(record),) for record in records], ", ") or ("–",)]
+    return [(format_counts(own),), _first_command(commands), join([(code(record),) for record in records], ", ") or ("–",)]
 
 
 def _commands(verdict: Verdict, report: Report) -> list[str]:
@@ -200,5 +200,5 @@ def _first_command(commands: Iterable[str]) -> Line:
     """The first of the commands, and how many more there are."""
     first, *more = dict.fromkeys(commands)
     # `none` and what follows it is a word to the reader and no command
-    shown: Piece = first if first.startswith("none") else Code(first)
+    shown: Piece = first if first.startswith("none") else code(first)
     return (shown, f" (and {len(more)} more, in claims.csv)") if more else (shown,)

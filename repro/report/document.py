@@ -1,37 +1,22 @@
 """A page as data: sections of paragraphs, lists and tables, whose cells know what they hold. `markdown` and `html` render it.
 
-A piece of text is a `str` (shown as it is, never read as markup) or one of the classes below; a line is a sequence of pieces.
+A piece of text is a `str` (shown as it is, never read as markup) or one of the classes below; a line is a tuple of pieces.
 """
 
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
-from .statuses import STATUSES, Status
-
-
-@dataclasses.dataclass(frozen=True)
-class Code:
-    """A command, a file or a name as it is typed."""
-
-    text: str
+from .statuses import Status
 
 
 @dataclasses.dataclass(frozen=True)
-class Strong:
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Emphasis:
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Number:
-    """A number with its unit and its interval, formatted. Columns that are mostly numbers are set to the right."""
+class Text:
+    """Text with a meaning: a command or file as it is typed, a number with its unit, or what is stressed."""
 
     text: str
+    style: Literal["code", "number", "strong", "emphasis"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +32,16 @@ class Picture:
     """A picture: its file, relative to results/, and what it shows, in words."""
 
     file: str
-    alt: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The mark of a status; `word` where it says more than the status's own word."""
+    """The mark of a status, with a word of its own where it says more than the status."""
 
     status: Status
-    symbol: str = ""
-    word: str = ""
-
-    @property
-    def shown(self) -> str:
-        return self.symbol or self.status.mark
-
-    @property
-    def title(self) -> str:
-        return self.word or self.status.word
+    text: str
+    word: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +52,12 @@ class Comparison:
     ours: "Piece"
     result: "Line" = ()
 
+    @property
+    def text(self) -> str:
+        return " ".join(filter(None, (self.paper, "→", plain((self.ours,)), plain(self.result))))
 
-Piece = str | Code | Strong | Emphasis | Number | Link | Picture | Mark | Comparison
+
+Piece = str | Text | Link | Picture | Mark | Comparison
 Line = tuple[Piece, ...]
 
 
@@ -111,11 +92,9 @@ class Table:
     @property
     def right_aligned(self) -> list[bool]:
         """For each column, whether most of its filled cells are numbers."""
-        aligned = []
-        for column in zip(*self.rows) if self.rows else [()] * len(self.header):
-            filled = [line for line in column if line not in ((), ("",), ("–",)) and not _is_dash(line)]
-            aligned.append(2 * sum(len(line) == 1 and isinstance(line[0], Number) for line in filled) > len(filled))
-        return aligned
+        columns = list(zip(*self.rows)) or [()] * len(self.header)
+        filled = [[line for line in column if plain(line) not in ("", "–")] for column in columns]
+        return [2 * sum(len(line) == 1 and getattr(line[0], "style", "") == "number" for line in lines) > len(lines) for lines in filled]
 
 
 Block = Paragraph | Bullets | Heading | Table
@@ -126,10 +105,6 @@ class Section:
     title: str
     blocks: tuple[Block, ...]
 
-    @property
-    def anchor(self) -> str:
-        return make_anchor(self.title)
-
 
 @dataclasses.dataclass(frozen=True)
 class Document:
@@ -138,6 +113,22 @@ class Document:
     title: str
     lead: tuple[Block, ...]
     sections: tuple[Section, ...]
+
+
+def code(text: str) -> Text:
+    return Text(text, "code")
+
+
+def number(text: object) -> Text:
+    return Text(str(text), "number")
+
+
+def strong(text: object) -> Text:
+    return Text(str(text), "strong")
+
+
+def mark(status: Status, symbol: str | None = None, word: str | None = None) -> Mark:
+    return Mark(status, symbol or status.mark, word or status.word)
 
 
 def paragraph(*pieces: Piece) -> Paragraph:
@@ -160,26 +151,9 @@ def join(lines: Iterable[Line], between: str) -> Line:
 
 def plain(line: Line) -> str:
     """The text of a line without what it looks like."""
-    return "".join(_plain(piece) for piece in line)
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in line)
 
 
 def make_anchor(title: str) -> str:
     """A heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def _plain(piece: Piece) -> str:
-    match piece:
-        case str():
-            return piece
-        case Picture(alt=alt):
-            return alt
-        case Mark():
-            return piece.shown
-        case Comparison(paper=paper, ours=ours, result=result):
-            return f"{paper} → {_plain(ours)}{' ' if result else ''}{plain(result)}"
-    return piece.text
-
-
-def _is_dash(line: Line) -> bool:
-    return len(line) == 1 and isinstance(line[0], Mark) and line[0].status is STATUSES["not measured"]

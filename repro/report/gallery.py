@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .claims import Report
-from .document import Block, Code, Heading, Paragraph, Picture, Section, paragraph, table
+from .document import Block, Heading, Paragraph, Picture, Section, code, paragraph, table
 from .paper import Figure
 from .records import Source
 from .results import Results
@@ -32,11 +32,11 @@ def examples_section(report: Report) -> Section:
     for run, names in runs.items():
         pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
         blocks += [
-            paragraph(Code(run), f": {describe_origin(find_beside(names[0], results), report.named)}"),
+            paragraph(code(run), f": {describe_origin(find_beside(names[0], results), report.named)}"),
             table([""] * len(pictures), [pictures]),
         ]
     if not runs:
-        blocks.append(paragraph("There are none yet: ", Code("repro detect"), ", ", Code("repro segment"), "."))
+        blocks.append(paragraph("There are none yet: ", code("repro detect"), ", ", code("repro segment"), "."))
     return Section("Example pictures", tuple(blocks))
 
 
@@ -44,7 +44,7 @@ def picture_blocks(name: str, alt: str, report: Report) -> tuple[Paragraph, Para
     """A picture, and below it the device and the profile of the records that it is drawn from."""
     is_ours = name.startswith("figures/")  # drawn by the report itself
     sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)
-    return paragraph(Picture(name, alt)), paragraph(Code(name), f": {describe_origin(sources, report.named)}")
+    return paragraph(Picture(name, alt)), paragraph(code(name), f": {describe_origin(sources, report.named)}")
 
 
 def find_pictures(results: Results, pattern: str) -> list[str]:
@@ -80,7 +80,7 @@ def _figure(figure: Figure, report: Report) -> list[Block]:
     elif shared:
         state = (f"The pictures of {shared.place} show it too.",)
     else:
-        state = ("Not drawn yet: ", Code(figure.command), ".")
+        state = ("Not drawn yet: ", code(figure.command), ".")
     entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
     blocks: list[Block] = [
         Heading(figure.place),

@@ -12,30 +12,13 @@ from typing import Any
 
 from ..core.errors import UserError
 from .claims import Report, Verdict
-from .document import (
-    Block,
-    Bullets,
-    Code,
-    Comparison,
-    Document,
-    Emphasis,
-    Heading,
-    Line,
-    Link,
-    Mark,
-    Number,
-    Picture,
-    Piece,
-    Strong,
-    Table,
-    make_anchor,
-    plain,
-)
+from .document import Block, Bullets, Comparison, Document, Heading, Line, Link, Mark, Picture, Piece, Table, Text, make_anchor, plain
 from .statuses import KINDS, STATUSES, count_statuses
 from .wording import format_delta, format_ours
 
 TEMPLATE = Path(__file__).with_name("template.html")
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
+TAGS = {"code": "code", "strong": "strong", "emphasis": "em"}  # of styles; numbers have none
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 
 
@@ -63,7 +46,9 @@ def _describe(report: Report, document: Document, *, is_first: bool) -> dict[str
         "prefix": render.prefix,
         "title": document.title,
         "lead": render.blocks(document.lead, document.title),
-        "sections": [(render.prefix + each.anchor, each.title, render.blocks(each.blocks, each.title)) for each in document.sections],
+        "sections": [
+            (render.prefix + make_anchor(each.title), each.title, render.blocks(each.blocks, each.title)) for each in document.sections
+        ],
         "places": list(dict.fromkeys(place for verdict in report.all for place in verdict.entry.places)),
         "statuses": [(status.word, make_anchor(status.word), status.mark, counts[status.word]) for status in STATUSES.values()],
         "entries": [_entry(verdict, report) for verdict in report.all],
@@ -140,19 +125,13 @@ class _Renderer:
 
     def _piece(self, piece: Piece) -> str:
         match piece:
-            case str() | Number():
-                return _escape(plain((piece,)))
-            case Code(text=text):
-                return f"<code>{_escape(text)}</code>"
-            case Strong(text=text):
-                return f"<strong>{_escape(text)}</strong>"
-            case Emphasis(text=text):
-                return f"<em>{_escape(text)}</em>"
+            case Text(text=text, style=style) if style in TAGS:
+                return f"<{TAGS[style]}>{_escape(text)}</{TAGS[style]}>"
             case Link(text=text, section=section):
                 return f'<a href="#{self.prefix}{_escape(make_anchor(section))}">{_escape(text)}</a>'
             case Mark():
-                unseen = f'<span class="unseen"> {piece.title}</span>'
-                return f'<span class="mark {make_anchor(piece.status.word)}" title="{piece.title}">{piece.shown}{unseen}</span>'
+                unseen = f'<span class="unseen"> {piece.word}</span>'
+                return f'<span class="mark {make_anchor(piece.status.word)}" title="{piece.word}">{piece.text}{unseen}</span>'
             case Comparison(paper=paper, ours=ours, result=result):
                 numbers = (
                     f'<span class="paper">{_escape(paper)}</span><span class="to">→</span><span class="ours">{self._piece(ours)}</span>'
@@ -160,7 +139,7 @@ class _Renderer:
                 return f'<span class="compared">{numbers}<span>{self._line(result)}</span></span>'
             case Picture():
                 return self._picture(piece)
-        raise TypeError(f"{type(piece).__name__} is no piece of a line")
+        return _escape(plain((piece,)))
 
     def _picture(self, picture: Picture) -> str:
         """An embedded picture that opens large; its text alone where the file does not lie in results/."""
@@ -168,7 +147,7 @@ class _Renderer:
 
         file = (self.folder / picture.file).resolve()
         if not (file.is_file() and file.is_relative_to(self.folder)):
-            return _escape(picture.alt)
+            return _escape(picture.text)
         stream = io.BytesIO()
         try:
             image = Image.open(file).convert("RGBA")
@@ -177,7 +156,7 @@ class _Renderer:
         image.thumbnail((LARGEST, LARGEST))
         image.save(stream, "WEBP", quality=85)
         data = base64.b64encode(stream.getvalue()).decode()
-        shown = f'<img alt="{_escape(picture.alt)}" width="{image.width}" height="{image.height}" src="data:image/webp;base64,{data}">'
+        shown = f'<img alt="{_escape(picture.text)}" width="{image.width}" height="{image.height}" src="data:image/webp;base64,{data}">'
         return f'<button type="button" class="zoom" title="Enlarge">{shown}</button>'
 
 

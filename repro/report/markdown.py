@@ -1,36 +1,27 @@
 """A `document.Document` as Markdown: results/tables.md, the pages of other papers, and the blocks of README.md."""
 
+from collections.abc import Iterable
 from urllib.parse import quote
 
-from .document import (
-    Block,
-    Bullets,
-    Code,
-    Comparison,
-    Document,
-    Emphasis,
-    Heading,
-    Line,
-    Link,
-    Mark,
-    Picture,
-    Piece,
-    Strong,
-    Table,
-    make_anchor,
-)
+from .document import Block, Bullets, Comparison, Document, Heading, Line, Link, Picture, Piece, Table, Text, make_anchor
+
+_AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
 
 
 def render_markdown(document: Document, to_results: str = "") -> str:
     """The whole page; `to_results` leads from its folder to results/, e.g. `../`."""
-    parts = [f"# {document.title}", *(render_block(block, to_results) for block in document.lead)]
+    parts = [f"# {document.title}", render_blocks(document.lead, to_results)]
     for section in document.sections:
-        parts += [f"## {section.title}", *(render_block(block, to_results) for block in section.blocks)]
+        parts += [f"## {section.title}", render_blocks(section.blocks, to_results)]
     return "\n\n".join(parts) + "\n"
 
 
-def render_block(block: Block, to_results: str = "") -> str:
-    """One block, without a line break at its end."""
+def render_blocks(blocks: Iterable[Block], to_results: str = "") -> str:
+    """Blocks with empty lines between them."""
+    return "\n\n".join(_render_block(block, to_results) for block in blocks)
+
+
+def _render_block(block: Block, to_results: str) -> str:
     match block:
         case Heading(title=title):
             return f"### {title}"
@@ -51,18 +42,12 @@ def _render_piece(piece: Piece, to_results: str) -> str:
     match piece:
         case str():
             return piece.replace("<", "&lt;")
-        case Code(text=text):
-            return f"`{text}`"
-        case Strong(text=text):
-            return f"**{text}**"
-        case Emphasis(text=text):
-            return f"*{text}*"
+        case Text(text=text, style=style):
+            return f"{_AROUND[style]}{text}{_AROUND[style]}"
         case Link(text=text, section=section):
             return f"[{text}](#{make_anchor(section)})"
-        case Picture(file=file, alt=alt):
-            return f"![{alt}]({to_results}{quote(file)})"
-        case Mark():
-            return piece.shown
+        case Picture(file=file, text=text):
+            return f"![{text}]({to_results}{quote(file)})"
         case Comparison(paper=paper, ours=ours, result=result):
-            return f"{paper} → {_render_piece(ours, to_results)}" + (f" {_render(result, to_results)}" if result else "")
+            return f"{paper} → {_render((ours,), to_results)}" + (f" {_render(result, to_results)}" if result else "")
     return piece.text

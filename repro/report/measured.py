@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .document import Block, Bullets, Code, Heading, Line, Number, Piece, Section, paragraph, table
+from .document import Block, Bullets, Heading, Line, Piece, Section, code, number, paragraph, table
 from .records import Source, find_missing_records
 from .results import Results, SpeedGroup
 from .wording import significant
@@ -16,22 +16,22 @@ def missing_records(results: Results) -> list[Section]:
     missing = find_missing_records(results.paths)
     if not missing:
         return []
-    rows = [[Code(record), Code(command)] for record, command in missing]
+    rows = [[code(record), code(command)] for record, command in missing]
     text = "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted ("
-    return [Section("Missing cells", (paragraph(text, Code("repro status"), ")."), table(["record", "what makes it"], rows)))]
+    return [Section("Missing cells", (paragraph(text, code("repro status"), ")."), table(["record", "what makes it"], rows)))]
 
 
 def speed_and_memory(results: Results) -> Section:
     """The rows of every device, and what sweeps conclude from theirs."""
     title = "Speed and memory measured here"
     if not results.speed_rows:
-        return Section(title, (paragraph("Nothing is measured yet: ", Code("repro efficiency"), "."),))
+        return Section(title, (paragraph("Nothing is measured yet: ", code("repro efficiency"), "."),))
     text = (
         "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
         "twice: ",
-        Code("unfused"),
+        code("unfused"),
         " attention is what the paper's quadratic memory implies, ",
-        Code("fused"),
+        code("fused"),
         " is what a user runs today. These rows stand for their own device only.",
     )
     blocks: list[Block] = [paragraph(*text)]
@@ -53,14 +53,14 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     runs = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
     if not runs:
-        return Section(title, (paragraph("There are none yet: ", Code("repro pretrain"), "."),))
+        return Section(title, (paragraph("There are none yet: ", code("repro pretrain"), "."),))
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in runs:
         m = source.metrics
-        run, seeds = Code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
-        images = Number(f"{m['val_images']:.0f}") if m.get("val_images") is not None else "–"
-        about = [Number(str(m["epochs"])) if "epochs" in m else "–", Number(str(seeds)) if seeds else "–", images]
+        run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
+        images = number(f"{m['val_images']:.0f}") if m.get("val_images") is not None else "–"
+        about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
         rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.device])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
@@ -82,9 +82,9 @@ def provenance(results: Results) -> Section:
         versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
         known = [str(identity.get(name) or "–") for name in ("dtype", "backend", "parent_commit", "code_hash", "params_hash")]
         known[2] = known[2][:12]
-        rows.append([Code(source.path), source.device, *known, versions])
+        rows.append([code(source.path), source.device, *known, versions])
     if not rows:
-        return Section("Provenance", (paragraph("No record was found under ", Code("results/"), ": ", Code("dvc repro"), " makes them."),))
+        return Section("Provenance", (paragraph("No record was found under ", code("results/"), ": ", code("dvc repro"), " makes them."),))
     header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     text = "Each record names what explains its numbers; code and params are hashes."
     return Section("Provenance", (paragraph(text), table(header, rows)))
@@ -125,7 +125,7 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     if grown:
         powers = "macs_exponent", "latency_exponent", "memory_exponent"
         lines = [
-            [_with_attention(each["model"], each["attention"]), *(Number(significant(each[power])) for power in powers)] for each in grown
+            [_with_attention(each["model"], each["attention"]), *(number(significant(each[power])) for power in powers)] for each in grown
         ]
         text = "Growth with the number of tokens from 512 pixels on, as fitted exponents (1 is linear, 2 is quadratic):"
         blocks += [paragraph(text), table(["model", "multiply-adds", "time", "memory"], lines)]
@@ -135,7 +135,7 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
 def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
     if row is None:
         return "–"
-    return Number(significant(row[key])) if row["status"] == "ok" else row["status"]
+    return number(significant(row[key])) if row["status"] == "ok" else row["status"]
 
 
 def _with_attention(model: str, attention: str | None) -> str:
@@ -147,8 +147,8 @@ def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     place, saved = found["crossover_image_size"], found["memory_saved_percent"]
     faster = found["crossover"] if place is None else f"{found['crossover']} {place:.0f}²"
-    memory = "–" if saved is None else Number(f"{significant(saved)} %")
-    return [found["size"], found["against"], Number(f"{found['image_size']}²"), Number(f"{significant(found['speedup'])}×"), memory, faster]
+    memory = "–" if saved is None else number(f"{significant(saved)} %")
+    return [found["size"], found["against"], number(f"{found['image_size']}²"), number(f"{significant(found['speedup'])}×"), memory, faster]
 
 
 def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
@@ -159,8 +159,8 @@ def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
         row["model"],
         row["attention"] or "–",
         f"{height}×{width}",
-        Number(significant(row["throughput_img_per_s"])) if row["status"] == "ok" else row["status"],
-        *(Number(text) for text in (*speeds, significant(row["peak_memory_mib"]), significant(row["macs_g"]))),
+        number(significant(row["throughput_img_per_s"])) if row["status"] == "ok" else row["status"],
+        *(number(text) for text in (*speeds, significant(row["peak_memory_mib"]), significant(row["macs_g"]))),
     ]
 
 
@@ -174,7 +174,7 @@ def _ratios(rows: Rows) -> list[Block]:
                 lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:
-            lines.append(("The op ", Code("ttt_linear_bidir"), f" alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
+            lines.append(("The op ", code("ttt_linear_bidir"), f" alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
     return [Bullets(tuple(lines))] if lines else []
 
 

@@ -61,6 +61,7 @@ def format_counts(verdicts: Iterable) -> str:
 
 
 def describe_counts(verdicts: Iterable) -> str:
-    """The same as a sentence: `47 match, 8 differ`."""
+    """The same as a sentence: `47 match and 8 differ`."""
     counts = count_statuses(verdicts)
-    return ", ".join(status.counted.format(counts[word]) for word, status in STATUSES.items() if counts[word])
+    *parts, last = [status.counted.format(counts[word]) for word, status in STATUSES.items() if counts[word]]
+    return f"{', '.join(parts)} and {last}" if parts else last

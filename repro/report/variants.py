@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .claims import Report
-from .document import Block, Code, Heading, Number, Paragraph, Picture, Piece, Section, Strong, Table, paragraph, table
+from .document import Block, Heading, Paragraph, Picture, Piece, Section, Table, code, number, paragraph, strong, table
 from .ledger import Ledger
 from .ordering import Ordering, judge_ordering
 from .paper import Paper, Variants, VariantTable
@@ -113,17 +113,17 @@ def variants_section(report: Report) -> Section:
     every = find_groups(results, variants)
     judged = [(group, where, judge_group(group, where, ledger)) for group, where in _shown(every, variants)]
     if not judged:
-        all_of_them = Code(f"{variants.command} --all")
-        text = ("None is trained yet: ", Code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
+        all_of_them = code(f"{variants.command} --all")
+        text = ("None is trained yet: ", code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
         return Section(title, (Paragraph(text),))
     rows = [
-        [where.place, group.title, Strong(found.word), found.why, "–" if found.tau is None else Number(f"{found.tau:.2f}")]
+        [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
         for group, where, found in judged
     ]
     text = (
         "Variants that were trained alike here. Is the paper's ordering by Top-1 seen? Each pair that the paper orders is judged by its "
         "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. ",
-        Code("docs/ablations.md"),
+        code("docs/ablations.md"),
         f" explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our Top-1 is the mean "
         "over seeds ± their standard deviation; our images/s are of inference on the device that is named.",
     )
@@ -136,7 +136,7 @@ def variants_section(report: Report) -> Section:
             blocks.append(paragraph(Picture(f"figures/{_file_name(where, group)}", where.place)))
         if absent := [name for name in where.rows if name not in group.variants]:
             command = f"{variants.command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
-            blocks.append(paragraph(f"Not trained here: {', '.join(absent)}; ", Code(command), " trains all."))
+            blocks.append(paragraph(f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
         if found.pairs:
             blocks.append(_pairs_table(where, found, ledger))
     return Section(title, tuple(blocks))
@@ -207,14 +207,14 @@ def _rows_table(group: Group, where: VariantTable, results: Results, paper: Pape
         spread = m.get("top1_std_percent")
         macs = m.get("macs_g")
         ours: list[Piece] = [
-            Number(f"{m['num_params'] / 1e6:.4g}"),
-            "–" if macs is None else Number(f"{macs:.4g}"),
-            "–" if speed is None else Number(f"{speed:.0f}"),
+            number(f"{m['num_params'] / 1e6:.4g}"),
+            "–" if macs is None else number(f"{macs:.4g}"),
+            "–" if speed is None else number(f"{speed:.0f}"),
             f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
-            *(Number(f"{scores[key]:.1f}") if key in scores else "–" for key in extra),
+            *(number(f"{scores[key]:.1f}") if key in scores else "–" for key in extra),
         ]
         numbers = [find_printed(ledger, where.rows[name], key) for key in printed]
-        rows.append([_describe(paper, name), *("–" if text == "–" else Number(text) for text in numbers), *ours])
+        rows.append([_describe(paper, name), *("–" if text == "–" else number(text) for text in numbers), *ours])
     return table(head, rows)
 
 
@@ -241,9 +241,9 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     rows: list[list[Piece]] = []
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
-        theirs: Piece = "–" if where.orders is not None else Number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        needed: Piece = "over 1000" if pair.needed is None else Number(str(pair.needed))
+        theirs: Piece = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
+        needed: Piece = "over 1000" if pair.needed is None else number(pair.needed)
         ours = f"{pair.difference:+.2f} [{pair.low:+.2f}, {pair.high:+.2f}]"
         open_pair = pair.word == "not separated"
-        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, Number(f"{pair.p:.3f}"), pair.word, needed if open_pair else "–"])
+        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed if open_pair else "–"])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

@@ -4,10 +4,10 @@ import math
 
 from .arithmetic import decimals
 from .claims import Verdict
-from .document import Line, Mark, Number, Piece
+from .document import Line, Piece, mark, number
 from .statuses import DIFFERS, INCONSISTENT, MATCHED, STATUSES
 
-TRUNCATED = Mark(MATCHED, "✓ᵗ", "matched by truncation")
+TRUNCATED = mark(MATCHED, "✓ᵗ", "matched by truncation")
 
 
 def format_ours(verdict: Verdict) -> str:
@@ -20,22 +20,22 @@ def format_ours(verdict: Verdict) -> str:
 
 
 def ours_piece(verdict: Verdict) -> Piece:
-    """`format_ours` as a piece of a line: numbers are `Number`."""
+    """`format_ours` as a piece of a line: numbers are marked as such."""
     text = format_ours(verdict)
-    return text if verdict.ours is None or isinstance(verdict.ours, bool) else Number(text)
+    return text if verdict.ours is None or isinstance(verdict.ours, bool) else number(text)
 
 
 def status_line(verdict: Verdict) -> Line:
     """The mark of the status, how far ours is from the paper's where it differs; after a contradiction also how ours compares."""
     status = STATUSES[verdict.status]
     if verdict.ours is None:
-        return (Mark(status),)
+        return (mark(status),)
     compared: Line
     if verdict.how:
-        compared = (TRUNCATED,) if verdict.how == "truncation" else (Mark(MATCHED),)
+        compared = (TRUNCATED,) if verdict.how == "truncation" else (mark(MATCHED),)
     else:
-        compared = (Mark(DIFFERS),) if verdict.delta is None else (Mark(DIFFERS), f" ({format_delta(verdict)})")
-    return (Mark(status), " ", *compared) if status is INCONSISTENT else compared
+        compared = (mark(DIFFERS),) if verdict.delta is None else (mark(DIFFERS), f" ({format_delta(verdict)})")
+    return (mark(status), " ", *compared) if status is INCONSISTENT else compared
 
 
 def format_delta(verdict: Verdict) -> str:

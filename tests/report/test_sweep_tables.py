@@ -1,7 +1,7 @@
 """A sweep on the page: its matrices, its comparisons and withheld ratios, and what does not count twice."""
 
 from repro.core.record import write_record
-from repro.report.markdown import render_block
+from repro.report.markdown import render_blocks
 from repro.report.measured import speed_and_memory
 
 CPU = "cpu: Made-up, 2 threads"
@@ -47,7 +47,7 @@ def section(checkout, rows, **concluded):
     identity = {"device": CPU, "dtype": "fp32", "backend": "torch"}
     metrics = {"rows": rows, "left_out": [], "gates": [], "compared": [], "growth": [], **concluded}
     write_record(checkout.paths.results / "measured" / "cpu_made_up", metrics, identity, 1.0, name="efficiency")
-    return "\n\n".join(map(render_block, speed_and_memory(checkout.results()).blocks))
+    return render_blocks(speed_and_memory(checkout.results()).blocks)
 
 
 def test_matrices_comparisons_and_growth(checkout):

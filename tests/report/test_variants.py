@@ -4,7 +4,7 @@ import pytest
 
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.report.document import Heading
-from repro.report.markdown import render_block
+from repro.report.markdown import render_blocks
 from repro.report.variants import draw_variants, find_drawn, find_groups, find_orders, find_shown, variants_section
 
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
@@ -47,7 +47,7 @@ def parts(checkout) -> list[str]:
     found = [""]
     for block in variants_section(checkout.report()).blocks:
         found += [""] if isinstance(block, Heading) else []
-        found[-1] += render_block(block) + "\n\n"
+        found[-1] += render_blocks([block]) + "\n\n"
     return found
 
 
