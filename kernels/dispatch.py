@@ -1,14 +1,20 @@
-"""What the operators share: backends and how one is chosen, the checks of tensor arguments, the context that they run in."""
+"""What the operators share: how a backend is chosen, the checks of tensor arguments, the context that they run in."""
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# imports an operator's Triton files: the modules with `forward` and with `backward`
+LoadTriton = Callable[[], tuple[ModuleType, ModuleType]]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,20 +23,22 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_backend(backend: str) -> None:
-    """Raise a ValueError for a name that is no backend."""
+    """Raise a ValueError for a name that is not a backend's."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
-def choose_backend(backend: str, device: torch.device | str, triton_obstacle: Callable[[torch.device], str | None]) -> str:
-    """The backend that will run for a request, `triton`, `torch` or `reference`.
+def choose_backend(backend: str, device: torch.device | str, leading: str, load_triton: LoadTriton, *sizes: Any) -> str:
+    """The backend that will run for a request: `triton`, `torch` or `reference`.
 
-    `auto` takes `triton` on a GPU where nothing stands in its way, else `torch`.
+    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes, else `torch`.
 
     Args:
         backend: the request.
         device: where the tensors are.
-        triton_obstacle: says of a device what keeps the operator's Triton kernels from running there, or None.
+        leading: the name of the argument by which all others are measured, for messages.
+        load_triton: imports the operator's Triton files.
+        sizes: what the operator's `triton_fwd.unsupported` takes.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run there.
@@ -40,57 +48,56 @@ def choose_backend(backend: str, device: torch.device | str, triton_obstacle: Ca
     if backend == "auto" and device.type != "cuda":
         return "torch"
     if backend in ("auto", "triton"):
-        obstacle = triton_obstacle(device)
+        obstacle = triton_obstacle(device, leading, load_triton, sizes)
         if obstacle and backend == "triton":
             raise ValueError(f"backend 'triton': {obstacle}; use auto, torch or reference")
         return "torch" if obstacle else "triton"
     return backend
 
 
-def package_obstacle() -> str | None:
-    """Why Triton cannot be imported, or None: to be asked before an operator's Triton files are."""
-    return "the package triton is not installed" if importlib.util.find_spec("triton") is None else None
+@functools.cache
+def triton_obstacle(device: torch.device, leading: str, load_triton: LoadTriton, sizes: tuple) -> str | None:
+    """What keeps an operator's Triton kernels from running on a device at these sizes, or None; see `choose_backend`."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    triton_fwd, _ = load_triton()
+    if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
+        return f"{leading} is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
+    gpu = find_gpu(device)
+    if gpu and (torch.version.hip is not None or (gpu.major, gpu.minor) < (8, 0)):
+        return f"{leading} is on {gpu.name}, expected an NVIDIA GPU from sm_80 on"
+    return triton_fwd.unsupported(*sizes)
 
 
-def device_obstacle(name: str, device: torch.device, interpreted: bool) -> str | None:
-    """What keeps any Triton kernel from running where the argument `name` is, or None.
-
-    `interpreted` says whether Triton runs its kernels in its interpreter.
-    """
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted):
-        return f"{name} is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
-    properties = device_properties(device)
-    if properties and (torch.version.hip is not None or (properties.major, properties.minor) < (8, 0)):
-        return f"{name} is on {properties.name}, expected an NVIDIA GPU from sm_80 on"
-    return None
-
-
-def device_properties(device: torch.device):
-    """torch's description of a GPU, or None: a fake tensor's GPU need not exist."""
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(device) if there else None
+def find_gpu(device: torch.device | str) -> Any:
+    """torch's description of a GPU; None for another device, and for a fake tensor's GPU that does not exist."""
+    exists = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device) if exists else None
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Off where it is on; nothing at all where it is not, so that an exported graph holds no trace of it."""
+    """A context without autocast; an empty one where autocast is off already, so that an exported graph holds no trace of it."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
 def check_are_tensors(op: str, arguments: Mapping[str, object]) -> None:
-    """Raise a TypeError that names the first argument that is no tensor."""
+    """Raise a TypeError that names the first argument that is not a tensor."""
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} is {type(x).__name__}, expected a tensor")
 
 
 def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[int | None]) -> None:
-    """Raise a ValueError or TypeError that says how x, the argument that all others are measured by, is wrong.
+    """Raise a ValueError or TypeError that says what is wrong with x, the argument by which all others are measured.
 
     Args:
-        letters: its axes as the docstring has them, such as `(B,T,2,H,D)`.
-        sizes: what each axis must be, None for any size from 1 on.
+        op: the name of the operator.
+        name: the name of the argument.
+        x: the tensor.
+        letters: its axes as the operator's docstring writes them, such as `(B,T,2,H,D)`.
+        sizes: the size that each axis must have; None for any size from 1 on.
     """
     if x.dim() != len(sizes) or any(want is not None and size != want for size, want in zip(x.shape, sizes, strict=True)):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {letters}")
@@ -106,11 +113,12 @@ def check_others(
     """Raise a ValueError or TypeError that names the first tensor that does not fit the leading one.
 
     Args:
-        leading: the name of the argument that the others are measured by.
-        tensors: by name, the leading one among them.
+        op: the name of the operator.
+        leading: the name of the argument by which the others are measured.
+        tensors: all tensors by name, the leading one among them.
         shapes: the shape that each must have.
-        same_dtype: those that must have the leading one's dtype; the rest may also be fp32.
-        beside: what else than the leading shape the shapes follow from, such as ` and chunk_size 16`.
+        same_dtype: the names of those that must have the leading one's dtype; the others may also be fp32.
+        beside: what else determines the shapes, such as ` and chunk_size 16`.
     """
     lead = tensors[leading]
     for name, x in tensors.items():

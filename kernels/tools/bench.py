@@ -131,7 +131,7 @@ def _filled(
     return row | {"share_of_copy_percent": 100 * copy_ms / median}
 
 
-def summary(cases: ModuleType, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def summarise(cases: ModuleType, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """At the shape that the operator's goals are about: times the fastest of the others, where it has some; share of a copy."""
     here = {
         (row["implementation"], row["passes"]): row["median_ms"]
@@ -160,9 +160,9 @@ def tuned_configs(cases: ModuleType) -> list[dict[str, Any]]:
     ]
 
 
-def version(distribution: str) -> str | None:
-    """That of an installed package, or None."""
+def find_version(distribution: str) -> str:
+    """The version of an installed package, or `not installed`."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return None
+        return "not installed"

@@ -1,11 +1,11 @@
-"""Bi-WKV as `check`, `bench` and `resources` need to know it; see `operators` for what each name is.
+"""Bi-WKV for `check`, `bench`, `resources` and the tests; `operators` says what each name means.
 
 Shape letters: B samples, T tokens, C channels.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,14 @@ import triton
 from torch import Tensor
 
 from ..bi_wkv import bi_wkv, op, selected_backend, triton_bwd, triton_fwd
-from ..bi_wkv.reference import bi_wkv_formula
 from .bench import BATCH, FORWARD, TOKENS, Maker, ours
-from .check import DTYPES
+from .check import DTYPES, ROUNDING
 from .resources import Compilation
 
 NAME = "bi_wkv"
-OP = bi_wkv
 INPUTS = ("w", "u", "k", "v")
-FLOOR = 1.0  # values and output gradients are of that size; at one token the gradients of w, u and k are zero
-ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+ACTIVATIONS = ("k", "v")
+FLOOR = 1.0  # values and output gradients have that size; at one token the gradients of w, u and k are zero
 LARGE_DECAY = 3.0
 CHANNELS = (192, 384, 768)  # VRWKV-T, S, B
 
@@ -40,7 +38,7 @@ KERNELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One shape: B samples, T tokens, C channels; w and u of size 1/T, as models have them, or of `LARGE_DECAY`."""
+    """One shape: B samples, T tokens, C channels; w and u have the size 1/T, as in models, or `LARGE_DECAY`."""
 
     batch: int = BATCH
     tokens: int
@@ -48,7 +46,7 @@ class Sizes:
     large_decay: bool = False
 
     def bytes(self, passes: str) -> int:
-        """What must be read and written at least: k, v and out; then k, v, dout, dk and dv. w and u are left out."""
+        """The least that must be read and written: k, v and out; then k, v, dout, dk and dv. w and u are left out."""
         rows = self.batch * self.tokens * self.channels * 2
         return 3 * rows if passes == FORWARD else 8 * rows
 
@@ -59,71 +57,68 @@ class Sizes:
 
 
 COMPARED = Sizes(tokens=6400, channels=192)
+SMALL = Sizes(batch=2, tokens=9, channels=5)
 TYPICAL = Sizes(batch=2, tokens=197, channels=35)
-COMPILED = TYPICAL
-# of few channels: the reference has fp64 values of all pairs of tokens
+# few channels, since the reference has fp64 values of all pairs of tokens
 LONG = tuple(Sizes(batch=1, tokens=tokens, channels=2) for tokens in (4200, 6400))
 
 
 def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error, which grows with the exponents and with T, and of the results' rounding some times the unit.
+    """The kernels' own error, which grows with the exponents and with T, plus a multiple of the results' rounding.
 
-    The gradients of k, u and w are sums of v − out with the kept output as it is rounded; in those of w, terms weighted by distance
-    cancel, most where a large decay leaves but a few.
+    The gradients of k, u and w are sums of v − out with the kept output, which is rounded. In those of w, terms weighted by distance
+    cancel, most of all where a large decay leaves only a few.
     """
     times = {"out": 1, "v": 1, "k": 4, "u": 4, "w": 64 if sizes.large_decay else 16}
     own = 2e-4 if sizes.large_decay else 1e-4 if sizes.tokens > 1000 else 1e-5
     return own + ROUNDING[dtype] * times[name]
 
 
-def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
-    """w, u, k, v and a gradient of the output, fp64: w and u of either sign and values of fp32, the others values of bf16."""
+def draw(seed: int, sizes: Sizes, device: Any = "cpu", *, decay: float | None = None, keys: float = 1.0) -> list[Tensor]:
+    """w, u, k, v and dout, fp64: w and u of either sign with values of fp32, the others with values of bf16.
+
+    `decay` and `keys` are the standard deviations of w and u, and of k; without `decay` it is that of `sizes`.
+    """
     generator = torch.Generator().manual_seed(seed)
     B, T, C = sizes.batch, sizes.tokens, sizes.channels
-    scale = LARGE_DECAY if sizes.large_decay else 1 / T
-    w, u = ((scale * torch.randn(C, generator=generator, dtype=torch.float64)).float() for _ in range(2))
-    rows = (torch.randn(B, T, C, generator=generator, dtype=torch.float64).bfloat16() for _ in range(3))
-    return [x.double().to(device) for x in (w, u, *rows)]
+    decay = decay or (LARGE_DECAY if sizes.large_decay else 1 / T)
+    w, u = ((decay * torch.randn(C, generator=generator, dtype=torch.float64)).float() for _ in range(2))
+    k, v, dout = (scale * torch.randn(B, T, C, generator=generator, dtype=torch.float64) for scale in (keys, 1.0, 1.0))
+    return [x.double().to(device) for x in (w, u, k.bfloat16(), v.bfloat16(), dout.bfloat16())]
 
 
-def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """`out` and the gradient of each input, by autograd through the equation, in the dtype of `inputs` (four and dout)."""
-    *leaves, dout = inputs
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    out = bi_wkv_formula(*leaves)
-    return dict(zip(("out", *INPUTS), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+def bind(sizes: Sizes) -> Callable[..., Tensor]:
+    """`bi_wkv`."""
+    return bi_wkv
+
+
+def arguments(inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
+    """The arguments of the custom op."""
+    return list(inputs)
 
 
 def kernels(
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    sizes: Sizes,
-    config: triton.Config | None = None,
-    backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:
-    """As `reference`, by the Triton kernels: k, v and dout in `dtype`, w and u in fp32."""
-    w, u, *rows = inputs
-    k, v, dout = (x.to(dtype) for x in rows)
-    arguments = w.float(), u.float(), k, v
+    arguments: Sequence[Any], dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+) -> tuple[Tensor, ...]:
+    """The output and the gradient of each input."""
     out, states = triton_fwd.forward(*arguments, True, config)
-    gradients = triton_bwd.backward(dout, out, states, *arguments, backward_config)
-    return dict(zip(("out", *INPUTS), (out, *gradients), strict=True))
+    return out, *triton_bwd.backward(dout, out, states, *arguments, backward_config)
 
 
 def ragged(interpreted: bool) -> list[Sizes]:
-    """Blocks of tokens that are full, short and missing, and of channels; the interpreter is slow, and gets the short ones."""
+    """Full, short and missing blocks of tokens and of channels; the interpreter is slow and gets the short sequences."""
     lengths = (1, 2, 7, 8, 9, 41) if interpreted else (1, 2, 7, 8, 9, 41, 196, 197, 784)
     return [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (5, 35)]
 
 
 def variants() -> Iterator[tuple[str, Sizes]]:
-    """Decays for which a block does not do with one exponent, of either sign."""
+    """Decays of either sign that need more than one exponent for a block."""
     yield "large decay", Sizes(batch=2, tokens=41, channels=35, large_decay=True)
 
 
-def selected(sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
-    """The backend that `auto` takes."""
-    return selected_backend("auto", device, dtype=dtype)
+def select(backend: str, sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
+    """The backend that runs for a request."""
+    return selected_backend(backend, device, dtype=dtype)
 
 
 def configs(dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
@@ -142,7 +137,7 @@ def shapes() -> list[Sizes]:
 
 
 def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """Arguments of `bi_wkv` as a layer gives them: w and u in fp32 and over T, k and v in bf16."""
+    """Arguments of `bi_wkv` as a layer gives them: w and u in fp32 and divided by T, k and v in bf16."""
     generator = torch.Generator(device).manual_seed(0)
     B, T, C = sizes.batch, sizes.tokens, sizes.channels
     w, u = (torch.randn(C, generator=generator, device=device) / T for _ in range(2))
@@ -160,7 +155,7 @@ def missing(name: str) -> str | None:
 
 
 def tuners() -> list[tuple[Any, Any]]:
-    """Of both kernels."""
+    """Both kernels."""
     return [
         (kernel, triton_fwd.tuned(kernel, module.configs, torch.bfloat16))
         for module, kernel in ((triton_fwd, triton_fwd.forward_kernel), (triton_bwd, triton_bwd.backward_kernel))
@@ -176,7 +171,7 @@ def compilations() -> Iterator[Compilation]:
 
 
 def compilation(name: str, dtype: str, channels: int = 192, number: int = 0) -> Compilation:
-    """One of `KERNELS` in one of its configs, the default one unless said."""
+    """One of `KERNELS` in one of its configs; number 0 is the default one."""
     module, kernel, own = KERNELS[name]
     return Compilation(
         name=name,

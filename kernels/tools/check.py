@@ -1,13 +1,13 @@
 """Are the Triton kernels right? Outputs and all gradients against the fp64 reference on the same rounded inputs.
 
-Runs where the kernels run: on a GPU, and in parts on a CPU under Triton's interpreter, which has no bf16 and compiles nothing.
-The tests and `repro kernels check` share it; `bench` refuses to time kernels that do not pass. What belongs to an operator is in
-its module of cases, see `operators`.
+It runs where the kernels run: on a GPU, and in parts on a CPU under Triton's interpreter, which has no bf16 and compiles nothing.
+The tests and `repro kernels check` share it, and `bench` refuses to time kernels that do not pass. What belongs to one operator is
+in its module of cases, see `operators`.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +15,32 @@ import torch
 import triton
 from torch import Tensor
 
+from ..dispatch import compute_dtype
+
 SEEDS = range(5)
 BOTH = (False, True)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# the largest relative error of rounding a number to a dtype
+ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
-def relative_errors(got: dict[str, Tensor], want: dict[str, Tensor], floor: float = 0.0) -> dict[str, float]:
-    """‖a−b‖/‖b‖ in fp64 by name, of a norm of at least `floor`; infinite where a value is not finite."""
-    errors = {}
-    for name, b in want.items():
-        error = (got[name].double() - b).norm() / b.norm().clamp(min=floor)
-        errors[name] = error.item() if error.isfinite() else float("inf")
-    return errors
+def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
+    """‖got − want‖ / ‖want‖ in fp64, of a norm of at least `floor`; infinite where a value is not finite."""
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=floor)
+    return error.item() if error.isfinite() else float("inf")
+
+
+def relative_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: float = 0.0) -> dict[str, float]:
+    """The `relative_error` of each tensor by name."""
+    return {name: relative_error(got[name], tensor, floor) for name, tensor in want.items()}
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch fills what `torch.empty` returns with NaN, so that an element that nobody writes shows; configs are the default ones."""
+    """A context in which torch fills what `torch.empty` returns with NaN, so that an element that nobody writes shows.
+
+    It is torch's deterministic mode, in which kernels run in their default configs.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -43,11 +52,43 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+def cast(cases: ModuleType, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """An operator's inputs (and dout, if it follows them) as a layer has them: its activations and dout in `dtype`, the others in fp32.
+
+    For fp64 all are fp64.
+    """
+    names = (*cases.INPUTS, "dout")[: len(inputs)]
+    low = {*cases.ACTIVATIONS, "dout"}
+    return [x.to(dtype if name in low else compute_dtype(dtype)) for name, x in zip(names, inputs, strict=True)]
+
+
+def differentiate(cases: ModuleType, inputs: Sequence[Tensor], sizes: Any, backend: str) -> dict[str, Tensor]:
+    """`out` and the gradient of each input by name, by the public operator, from its inputs and dout."""
+    *leaves, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = cases.bind(sizes)(*leaves, backend=backend)
+    return dict(zip(("out", *cases.INPUTS), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+
+
+def run_kernels(
+    cases: ModuleType,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    sizes: Any,
+    config: triton.Config | None = None,
+    backward_config: triton.Config | None = None,
+) -> dict[str, Tensor]:
+    """As `differentiate`, by the Triton kernels themselves, of inputs that are `cast` to `dtype`."""
+    *arguments, dout = cast(cases, inputs, dtype)
+    results = cases.kernels(cases.arguments(arguments, sizes), dout, config, backward_config)
+    return dict(zip(("out", *cases.INPUTS), results, strict=True))
+
+
 @functools.lru_cache(maxsize=16)
-def case(cases: ModuleType, sizes: Any, seed: int, device: Any = "cpu") -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(inputs and a gradient of the output, what the reference makes of them), fp64."""
+def draw_case(cases: ModuleType, sizes: Any, seed: int, device: Any = "cpu") -> tuple[list[Tensor], dict[str, Tensor]]:
+    """(inputs and dout, what the reference makes of them), fp64."""
     inputs = cases.draw(seed, sizes, device)
-    return inputs, cases.reference(inputs, sizes)
+    return inputs, differentiate(cases, inputs, sizes, "reference")
 
 
 def compare(
@@ -65,63 +106,65 @@ def compare(
     """One row: the worst relative error over the seeds by name, the limits, and whether all hold."""
     worst: dict[str, float] = {}
     for seed in seeds:
-        inputs, want = case(cases, sizes, seed, device)
+        inputs, want = draw_case(cases, sizes, seed, device)
         with poisoned_memory() if poisoned else contextlib.nullcontext():
-            got = cases.kernels(inputs, DTYPES[dtype], sizes, config, backward_config)
+            got = run_kernels(cases, inputs, DTYPES[dtype], sizes, config, backward_config)
         errors = relative_errors(got, want, cases.FLOOR)
         worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
     limits = {name: cases.limit(name, DTYPES[dtype], sizes) for name in worst}
-    return row(cases.NAME, what, sizes, dtype, config or backward_config) | judged(worst, limits)
+    return make_row(cases.NAME, what, sizes, dtype, config or backward_config) | judge(worst, limits)
 
 
-def repeated(cases: ModuleType, sizes: Any, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
+def repeat(cases: ModuleType, sizes: Any, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
     """One row: whether two runs give the same bits."""
-    inputs, _ = case(cases, sizes, 0, device)
+    inputs, _ = draw_case(cases, sizes, 0, device)
     with poisoned_memory():
-        first, second = (cases.kernels(inputs, DTYPES[dtype], sizes, *configs) for _ in range(2))
+        first, second = (run_kernels(cases, inputs, DTYPES[dtype], sizes, *configs) for _ in range(2))
     equal = all(torch.equal(first[name], second[name]) for name in first)
-    return row(cases.NAME, "two runs give the same bits", sizes, dtype, next(filter(None, configs), None)) | {"passed": equal}
+    config = next(filter(None, configs), None)
+    return make_row(cases.NAME, "two runs give the same bits", sizes, dtype, config) | {"passed": equal}
 
 
-def compiled_op(cases: ModuleType, sizes: Any, device: Any) -> dict[str, Any]:
-    """One row: the operator under torch.compile(fullgraph=True) and bf16 autocast gives the bits of the same call without."""
+def compile_op(cases: ModuleType, sizes: Any, device: Any) -> dict[str, Any]:
+    """One row: whether torch.compile(fullgraph=True) under bf16 autocast gives the bits of the same call without it."""
     *inputs, dout = cases.draw(0, sizes, device)
     leaves = [x.float().requires_grad_() for x in inputs]
+    operator = cases.bind(sizes)
 
     def step(*x: Tensor) -> Tensor:
         with torch.autocast(torch.device(device).type, torch.bfloat16):
-            return cases.OP(*x, backend="triton")
+            return operator(*x, backend="triton")
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True)):
         out = function(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
     equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return row(cases.NAME, "torch.compile(fullgraph=True)", sizes, "fp32") | {"passed": equal}
+    return make_row(cases.NAME, "torch.compile(fullgraph=True)", sizes, "fp32") | {"passed": equal}
 
 
-def options(config: triton.Config) -> dict[str, int]:
-    """What a config says to the compiler; without maxnreg it is free."""
+def compiler_options(config: triton.Config) -> dict[str, int]:
+    """What a config tells the compiler; without maxnreg it is free."""
     chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def describe(config: triton.Config) -> dict[str, int]:
-    """A config as it stands in a result: its constants and `options`."""
-    return {**config.kwargs, **options(config)}
+    """A config as results have it: its constants and `compiler_options`."""
+    return {**config.kwargs, **compiler_options(config)}
 
 
-def row(operator: str, what: str, sizes: Any, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
-    """What every row says: {operator, check, the sizes, dtype, and of a config that is not the default one, config}."""
+def make_row(operator: str, what: str, sizes: Any, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
+    """What every row says: {operator, check, the sizes, dtype}, and config where it is not the default one."""
     return {"operator": operator, "check": what, **vars(sizes), "dtype": dtype} | ({"config": describe(config)} if config else {})
 
 
-def judged(errors: dict[str, float], limits: dict[str, float]) -> dict[str, Any]:
+def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:
     """The verdict of a row: {errors, not_finite, limits, passed}."""
     return {
         "errors": {name: error for name, error in errors.items() if error < float("inf")},
         "not_finite": [name for name, error in errors.items() if error == float("inf")],
-        "limits": limits,
+        "limits": dict(limits),
         "passed": all(errors[name] < limits[name] for name in errors),
     }
 
@@ -132,50 +175,50 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def rows(cases: ModuleType, device: Any) -> Iterator[dict[str, Any]]:
-    """Every check of an operator that this device can run, one row each, as they are done.
+    """Every check of an operator that this device can run, one row each, as it is done.
 
     A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
     """
-    for what, check, arguments, asked in _plan(cases, device):
+    for what, check, arguments, options in _plan(cases, device):
         try:
-            yield check(*arguments, **asked)
-        except Exception as error:  # one that breaks must neither hide the others nor lose the record
+            yield check(*arguments, **options)
+        except Exception as error:  # a check that breaks must neither hide the others nor lose the record
             yield {"operator": cases.NAME, "check": what, **failure(error), "passed": False}
-    case.cache_clear()
+    draw_case.cache_clear()
 
 
 def _plan(cases: ModuleType, device: Any) -> Iterator[tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]]:
-    """What to call: the name of a row that breaks off, the function, its arguments and options."""
+    """What to call: what a row says if it breaks off, the function, its arguments and its options."""
     interpreted = cases.triton_fwd.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 
-    def compared(what: str, sizes: Any, dtype: str, **asked: Any):
-        return f"{what}, {sizes}, {dtype}", compare, (cases, what, sizes, dtype), {"device": device, **asked}
+    def comparison(what: str, sizes: Any, dtype: str, **options: Any):
+        return f"{what}, {sizes}, {dtype}", compare, (cases, what, sizes, dtype), {"device": device, **options}
 
-    def twice(dtype: str, *configs: triton.Config | None):
-        return f"two runs, {dtype}", repeated, (cases, cases.TYPICAL, dtype, device, *configs), {}
+    def repetition(dtype: str, *configs: triton.Config | None):
+        return f"two runs, {dtype}", repeat, (cases, cases.TYPICAL, dtype, device, *configs), {}
 
     for sizes in cases.ragged(interpreted):
         for dtype in dtypes:
-            yield compared("default config, memory filled with NaN", sizes, dtype)
+            yield comparison("default config, memory filled with NaN", sizes, dtype)
     for what, sizes in cases.variants():
         for dtype in dtypes:
-            if interpreted or cases.selected(sizes, DTYPES[dtype], device) == "triton":
-                yield compared(what, sizes, dtype, seeds=[0])
-    yield twice(dtypes[-1])
+            if interpreted or cases.select("auto", sizes, DTYPES[dtype], device) == "triton":
+                yield comparison(what, sizes, dtype, seeds=[0])
+    yield repetition(dtypes[-1])
     if interpreted:
         return
     for dtype in dtypes:
         forward, backward = cases.configs(DTYPES[dtype])
         for config in forward:
-            yield compared("a config of the forward kernel", cases.TYPICAL, dtype, seeds=[0], config=config)
-            yield twice(dtype, config, None)
+            yield comparison("a config of the forward kernel", cases.TYPICAL, dtype, seeds=[0], config=config)
+            yield repetition(dtype, config, None)
         for config in backward:
-            yield compared("a config of the backward kernel", cases.TYPICAL, dtype, seeds=[0], backward_config=config)
-            yield twice(dtype, None, config)
-        yield compared("tuned", cases.TYPICAL, dtype, seeds=[0], poisoned=False)
+            yield comparison("a config of the backward kernel", cases.TYPICAL, dtype, seeds=[0], backward_config=config)
+            yield repetition(dtype, None, config)
+        yield comparison("tuned", cases.TYPICAL, dtype, seeds=[0], poisoned=False)
     for sizes in cases.LONG:
         for dtype in ("fp32", "bf16"):
-            yield compared("long, gradients finite", sizes, dtype, seeds=[0])
-    yield "torch.compile(fullgraph=True)", compiled_op, (cases, cases.COMPILED, device), {}
+            yield comparison("long, gradients finite", sizes, dtype, seeds=[0])
+    yield "torch.compile(fullgraph=True)", compile_op, (cases, cases.TYPICAL, device), {}
     yield from cases.peer_checks(device)

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention as `check`, `bench` and `resources` need to know it; see `operators` for what each name is.
+"""Multi-scale deformable attention for `check`, `bench`, `resources` and the tests; `operators` says what each name means.
 
 Shape letters: B samples, Q queries, M heads, C channels of a head, L levels, P points.
 """
@@ -6,7 +6,7 @@ Shape letters: B samples, Q queries, M heads, C channels of a head, L levels, P 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,14 @@ import triton
 from torch import Tensor
 
 from ..ms_deform_attn import ms_deform_attn, op, selected_backend, triton_bwd, triton_fwd
-from ..ms_deform_attn.reference import ms_deform_attn_formula
 from .bench import FORWARD, Maker, ours
-from .check import DTYPES
+from .check import DTYPES, ROUNDING
 from .resources import Compilation
 
 NAME = "ms_deform_attn"
 INPUTS = ("value", "locations", "weights")
+ACTIVATIONS = ("value",)
 FLOOR = 0.0
-ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 BATCH = 16  # the paper's, for detection and for segmentation
 TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
 HEADS = (6, 12)  # of 32 channels: the ViT-Adapters T and B
@@ -41,10 +40,10 @@ KERNELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One shape: B samples of T patch tokens, as square a map as T has, in a ViT-Adapter.
+    """One shape: B samples of T patch tokens in a ViT-Adapter, on a map that is as square as T allows.
 
-    With one level it is the extractor's: the queries are the maps of twice, once and half the sides, the value is the map of T
-    tokens. With three it is the injector's, the other way round. `crowded`: all points lie in one cell of their level.
+    With one level it is the extractor's: the queries are the maps of twice, once and half the sides, and the value is the map of T
+    tokens. With three levels it is the injector's, the other way round. `crowded` puts all points into one cell of their level.
     """
 
     batch: int = BATCH
@@ -83,103 +82,114 @@ class Sizes:
 
 
 COMPARED = Sizes(tokens=4200, heads=12)
+SMALL = Sizes(batch=2, tokens=2, heads=2, head_dim=4, levels=3, points=2)
 TYPICAL = Sizes(batch=2, tokens=197, heads=3)
-COMPILED = TYPICAL
 LONG = tuple(Sizes(batch=1, tokens=tokens, heads=2, levels=levels) for tokens in (4200, 6400) for levels in (1, 3))
 
 
-def OP(value: Tensor, locations: Tensor, weights: Tensor, *, backend: str) -> Tensor:
-    """The operator with the levels of `COMPILED`."""
-    return ms_deform_attn(value, COMPILED.shapes(), locations, weights, backend=backend)
-
-
 def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error, which grows with the pixel coordinates, and of the results' rounding the unit where there is one."""
+    """The kernels' own error, which grows with the pixel coordinates, plus the rounding of results that are in `dtype`."""
     return (1e-4 if sizes.tokens > 1000 else 2e-5) + (ROUNDING[dtype] if name in ("out", "value") else 0.0)
 
 
 def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
-    """value, locations, weights and a gradient of the output, fp64: values of bf16, and of fp32 for locations and weights.
+    """value, locations, weights and dout; see `draw_points`."""
+    return draw_points(seed, sizes.shapes(), sizes.samples_shape(), sizes.head_dim, crowded=sizes.crowded, device=device)
+
+
+def draw_points(
+    seed: int,
+    shapes: Sequence[tuple[int, int]],
+    samples_shape: tuple[int, int, int, int, int],
+    head_dim: int,
+    *,
+    crowded: bool = False,
+    device: Any = "cpu",
+) -> list[Tensor]:
+    """value, locations, weights and dout, fp64: value and dout have values of bf16, locations and weights of fp32.
 
     Points lie on the map, at its edges and outside, and never so near a pixel's row or column, where the derivative jumps, that
-    rounding could put them on its other side.
+    rounding could move them to its other side.
+
+    Args:
+        shapes: (h, w) of each level.
+        samples_shape: (B,Q,M,L,P).
+        head_dim: C.
+        crowded: put all points into one cell of their level.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape, h_w = sizes.samples_shape(), torch.tensor(sizes.shapes(), dtype=torch.float64)
-    B, Q, M, _, _ = shape
+    h_w = torch.tensor(shapes, dtype=torch.float64)
+    B, Q, M, _, _ = samples_shape
 
     def rows(tokens: int) -> Tensor:
-        return torch.randn(B, tokens, M, sizes.head_dim, generator=generator, dtype=torch.float64).bfloat16()
+        return torch.randn(B, tokens, M, head_dim, generator=generator, dtype=torch.float64).bfloat16()
 
     w_h = h_w.flip(1)[:, None]
-    uniform = torch.rand(*shape, 2, generator=generator, dtype=torch.float64)
-    corner = torch.zeros(()) if sizes.crowded else (uniform * (w_h + 6)).floor() - 4
-    within = 0.02 + 0.96 * torch.rand(*shape, 2, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(*samples_shape, 2, generator=generator, dtype=torch.float64)
+    corner = torch.zeros(()) if crowded else (uniform * (w_h + 6)).floor() - 4
+    within = 0.02 + 0.96 * torch.rand(*samples_shape, 2, generator=generator, dtype=torch.float64)
     locations = ((corner + within + 0.5) / w_h).float()
-    weights = torch.randn(shape, generator=generator, dtype=torch.float64).float()
+    weights = torch.randn(samples_shape, generator=generator, dtype=torch.float64).float()
     return [x.double().to(device) for x in (rows(int(h_w.prod(1).sum())), locations, weights, rows(Q))]
 
 
-def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """`out` and the gradient of each input, by autograd through the equation, in the dtype of `inputs` (three and dout)."""
-    *leaves, dout = inputs
-    value, locations, weights = leaves = [x.clone().requires_grad_() for x in leaves]
-    out = ms_deform_attn_formula(value, sizes.shapes(), locations, weights)
-    return dict(zip(("out", *INPUTS), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+def bind(sizes: Sizes) -> Callable[..., Tensor]:
+    """`ms_deform_attn` with the maps of these sizes."""
+    shapes = sizes.shapes()
+
+    def run(value: Tensor, locations: Tensor, weights: Tensor, *, backend: str) -> Tensor:
+        return ms_deform_attn(value, shapes, locations, weights, backend=backend)
+
+    return run
+
+
+def arguments(inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
+    """The arguments of the custom op."""
+    value, locations, weights = inputs
+    return [value, [size for shape in sizes.shapes() for size in shape], locations, weights]
 
 
 def kernels(
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    sizes: Sizes,
-    config: triton.Config | None = None,
-    backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:
-    """As `reference`, by the Triton kernels: value and dout in `dtype`, locations and weights in fp32.
-
-    `config` is for both kernels that go by rows, `backward_config` for the one that goes by pixels.
-    """
-    value, locations, weights, dout = inputs
-    arguments = value.to(dtype), [size for shape in sizes.shapes() for size in shape], locations.float(), weights.float()
-    out = triton_fwd.forward(*arguments, config)
-    gradients = triton_bwd.backward(dout.to(dtype), *arguments, config, backward_config)
-    return dict(zip(("out", *INPUTS), (out, *gradients), strict=True))
+    arguments: Sequence[Any], dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+) -> tuple[Tensor, ...]:
+    """The output and the gradient of each input. `config` is for both kernels by rows, `backward_config` for the one by pixels."""
+    return triton_fwd.forward(*arguments, config), *triton_bwd.backward(dout, *arguments, config, backward_config)
 
 
 def ragged(interpreted: bool) -> list[Sizes]:
-    """Maps of a pixel, of a row and of more, of extractor and injector; the interpreter is slow, and gets the small ones."""
+    """Maps of a pixel, of a row and larger, for extractor and injector; the interpreter is slow and gets the small ones."""
     sides = (1, 2, 6, 7) if interpreted else (1, 2, 6, 7, 196, 197)
     return [Sizes(batch=2, tokens=tokens, heads=2, head_dim=8, levels=levels) for tokens in sides for levels in (1, 3)]
 
 
 def variants() -> Iterator[tuple[str, Sizes]]:
-    """Channels and points that are no power of two; more samples around a pixel than a program takes at once."""
+    """Numbers of channels and points that are not powers of two; more samples around a pixel than a program takes at once."""
     yield "five channels, three points", Sizes(batch=2, tokens=6, heads=3, head_dim=5, levels=3, points=3)
     yield "all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)
 
 
-def selected(sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
-    """The backend that `auto` takes."""
-    return selected_backend("auto", device, head_dim=sizes.head_dim, levels=sizes.levels, dtype=dtype)
+def select(backend: str, sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
+    """The backend that runs for a request."""
+    return selected_backend(backend, device, head_dim=sizes.head_dim, levels=sizes.levels, dtype=dtype)
 
 
 def configs(dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
-    """The candidates of the kernels that go by rows, and of the one that goes by pixels."""
+    """The candidates of the kernels by rows, and of the kernel by pixels."""
     return triton_fwd.configs(TYPICAL.head_dim), triton_bwd.configs(TYPICAL.head_dim)
 
 
 def peer_checks(device: Any) -> tuple[()]:
-    """None: the kernel that others have is one of mmcv's compiled operators."""
+    """None: the other kernel that there is, mmcv's, is a compiled operator, which this project does not build."""
     return ()
 
 
 def shapes() -> list[Sizes]:
-    """B 16: both numbers of heads at both resolutions, extractor and injector."""
+    """B 16: both numbers of heads at both image sizes, for extractor and injector."""
     return [Sizes(tokens=tokens, heads=heads, levels=levels) for heads in HEADS for tokens in TOKENS for levels in (1, 3)]
 
 
 def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """value, locations and weights as a layer gives them at the start: value in bf16, points around the queries' own pixels."""
+    """value, locations and weights as an untrained layer gives them: value in bf16, points around the queries' own pixels."""
     generator = torch.Generator(device).manual_seed(0)
     B, Q, M, L, P = shape = sizes.samples_shape()
     tokens = sum(h * w for h, w in sizes.shapes())
@@ -198,12 +208,7 @@ def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
 
 def implementations(sizes: Sizes) -> dict[str, Maker]:
     """Ours alone."""
-    shapes = sizes.shapes()
-
-    def attend(value: Tensor, locations: Tensor, weights: Tensor, *, backend: str) -> Tensor:
-        return ms_deform_attn(value, shapes, locations, weights, backend=backend)
-
-    return ours(attend, functools.partial(layer_inputs, sizes))
+    return ours(bind(sizes), functools.partial(layer_inputs, sizes))
 
 
 def missing(name: str) -> str | None:
@@ -212,7 +217,7 @@ def missing(name: str) -> str | None:
 
 
 def tuners() -> list[tuple[Any, Any]]:
-    """Of the three kernels."""
+    """All three kernels."""
     return [(kernel, triton_fwd.tuned(kernel, module.configs, COMPARED.head_dim)) for module, kernel in KERNELS.values()]
 
 
@@ -225,7 +230,7 @@ def compilations() -> Iterator[Compilation]:
 
 
 def compilation(name: str, dtype: str, head_dim: int = 32, levels: int = 3, number: int = 0) -> Compilation:
-    """One of `KERNELS` in one of its configs, the default one unless said."""
+    """One of `KERNELS` in one of its configs; number 0 is the default one."""
     module, kernel = KERNELS[name]
     return Compilation(
         name=name,

@@ -4,6 +4,7 @@ Triton compiles for a named GPU without one, and brings cuobjdump and nvdisasm. 
 interpreter's: this cannot run where TRITON_INTERPRET is set.
 """
 
+import ast
 import dataclasses
 import hashlib
 import re
@@ -19,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .check import describe, options
+from .check import compiler_options, describe
 
 TARGETS = 80, 89, 90
 INSTRUCTIONS = "HMMA", "HGMMA", "LDL", "STL", "BAR"
@@ -51,15 +52,47 @@ class Compilation:
         for argument in self.kernel.arg_names:
             if argument.endswith("_ptr"):
                 types[argument] = "*" + (self.dtype if argument.removesuffix("_ptr") in self.operands else "fp32")
-        return machine_code(self.kernel, types | self.types, {**self.constants, **self.config.kwargs}, target, options(self.config))
+        return machine_code(
+            self.kernel, types | self.types, {**self.constants, **self.config.kwargs}, target, compiler_options(self.config)
+        )
 
 
 def source_hash(cases: ModuleType) -> str:
-    """SHA-256 over the sources of an operator's kernels, in a fixed order."""
-    digest = hashlib.sha256()
-    for module in (cases.triton_fwd, cases.triton_bwd):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()
+    """The first 16 hex digits of a SHA-256 of what the compiler gets of an operator's kernels.
+
+    That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout, and the
+    compile-time arguments of each compilation.
+    """
+    modules = cases.triton_fwd, cases.triton_bwd
+    code = [jitted_code(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    arguments = [
+        [one.name, one.dtype, sorted(one.operands), sorted(one.types.items()), sorted(one.constants.items()), describe(one.config)]
+        for one in cases.compilations()
+    ]
+    return hashlib.sha256(repr([code, arguments]).encode()).hexdigest()[:16]
+
+
+def jitted_code(source: str) -> list[Any]:
+    """The syntax trees of a Python file's jitted functions and module-level assignments, as nested lists."""
+
+    def is_compiled(node: ast.stmt) -> bool:
+        if isinstance(node, ast.FunctionDef):
+            return any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
+        return isinstance(node, ast.Assign | ast.AnnAssign)
+
+    return [_nest(node) for node in ast.parse(source).body if is_compiled(node)]
+
+
+def _nest(node: Any) -> Any:
+    """A syntax tree as nested lists, without a docstring, and without empty fields, in which the versions of Python differ."""
+    if isinstance(node, list):
+        return [_nest(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    return [type(node).__name__, *([name, _nest(value)] for name, value in fields.items())]
 
 
 def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""The selective scan as `check`, `bench` and `resources` need to know it; see `operators` for what each name is.
+"""The selective scan for `check`, `bench`, `resources` and the tests; `operators` says what each name means.
 
-mamba-ssm's own operator has the layout (B,E,T) and one direction, so for timing it gets its cheapest equivalent: its inputs in
-that layout, those of the second direction and its gate flipped beforehand, two calls, and one flip of the second output.
+mamba-ssm's own operator has the layout (B,E,T) and one direction. For timing it gets its cheapest equivalent: inputs in that layout,
+those of the second direction and its gate flipped beforehand, two calls, and one flip of the second output.
 
 Shape letters: B samples, T tokens, R directions, E channels, N states of a channel; B and C are also tensors of the equations.
 """
@@ -17,18 +17,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ..selective_scan import op, selected_backend, selective_scan_bidir, triton_bwd, triton_fwd
-from ..selective_scan.reference import selective_scan_recurrence
+from ..selective_scan import op, selected_backend, selective_scan, selective_scan_bidir, triton_bwd, triton_fwd
 from .bench import BATCH, FORWARD, TOKENS, Maker, ours
-from .check import BOTH, DTYPES, judged, relative_errors, row
+from .check import BOTH, DTYPES, ROUNDING, judge, make_row, relative_errors
 from .resources import Compilation
 
 NAME = "selective_scan"
-OP = selective_scan_bidir
 INPUTS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+ACTIVATIONS = ("u", "delta", "B", "C", "z")
 FLOOR = 1.0  # at one token the gradient of A is zero
-ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-PARAMETERS = ("A", "D", "delta_bias")
 PEER_LIMIT = 2e-2  # fp16: it rounds its outputs before the gate's gradient
 CHANNELS = (384, 768, 1536)  # Vim-T, S, B
 
@@ -60,7 +57,7 @@ class Sizes:
     reverse: tuple[bool, ...] = BOTH
 
     def bytes(self, passes: str) -> int:
-        """What must be read and written at least: u, delta, B, C, z and out; then these without out, dout, and their gradients.
+        """The least that must be read and written: u, delta, B, C, z and out; then these without out, dout, and their gradients.
 
         States, parameters and their gradients are left out.
         """
@@ -70,27 +67,24 @@ class Sizes:
         return inputs + rows if passes == FORWARD else 3 * inputs + 2 * rows
 
     def flop(self, passes: str) -> int:
-        """2 per multiply-add by the operator's own formula; a backward pass, without its repetition of the forward pass, is two."""
+        """2 per multiply-add by the operator's own formulas; the backward pass without its repetition of the forward pass."""
         shape = (self.batch, self.tokens, len(self.reverse), self.channels)
-        return (1 if passes == FORWARD else 3) * op.forward_flops(shape, self.state_dim)
+        return op.forward_flops(shape, self.state_dim) + (0 if passes == FORWARD else op.backward_flops(shape, self.state_dim))
 
 
 COMPARED = Sizes(tokens=6400, channels=384)
+SMALL = Sizes(batch=2, tokens=4, channels=9, state_dim=8)
 TYPICAL = Sizes(batch=2, tokens=197, channels=48)
-COMPILED = TYPICAL
 LONG = tuple(Sizes(batch=1, tokens=tokens, channels=48) for tokens in (4200, 6400))
 
 
 def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error, of sums over T, and the rounding of the result; parameters' gradients are fp32."""
-    return (1e-4 if sizes.tokens > 1000 else 1e-5) + (0 if name in PARAMETERS else ROUNDING[dtype])
+    """The kernels' own error in sums over T, plus the rounding of results that are in `dtype`."""
+    return (1e-4 if sizes.tokens > 1000 else 1e-5) + (ROUNDING[dtype] if name in ("out", *ACTIVATIONS) else 0.0)
 
 
 def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
-    """The eight inputs and a gradient of the output, fp64: parameters hold values of fp32, the others of bf16.
-
-    Step sizes from 1e-3 to 5, rates to −20.
-    """
+    """The eight inputs and dout, fp64: parameters have values of fp32, the others of bf16. Step sizes from 1e-3 to 5, rates to −20."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -104,36 +98,39 @@ def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
     return [x.double().to(device) for x in (u, delta, A.float(), B, C, D.float(), z, bias.float(), dout)]
 
 
-def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """`out` and the gradient of each input, by autograd through the recurrence, in the dtype of `inputs` (eight and dout)."""
-    *leaves, dout = inputs
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    u, delta, A, B, C, D, z, bias = leaves
-    outs = [
-        selective_scan_recurrence(u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, bias[r], reverse=flag)
-        for r, flag in enumerate(sizes.reverse)
-    ]
-    out = torch.stack(outs, 2)
-    return dict(zip(("out", *INPUTS), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+def bind(sizes: Sizes) -> Callable[..., Tensor]:
+    """`selective_scan_bidir`; for other directions than `BOTH`, a call of `selective_scan` for each."""
+    if sizes.reverse == BOTH:
+        return selective_scan_bidir
+
+    def run(*inputs: Tensor, backend: str) -> Tensor:
+        outs = [selective_scan(*one_direction(inputs, r), reverse=flag, backend=backend) for r, flag in enumerate(sizes.reverse)]
+        return torch.stack(outs, 2)
+
+    return run
+
+
+def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
+    """The arguments of `selective_scan` for index r of the direction axis."""
+    u, delta, A, B, C, D, z, bias = inputs
+    return [u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, bias[r]]
+
+
+def arguments(inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
+    """The arguments of the custom op."""
+    return [*inputs, list(sizes.reverse)]
 
 
 def kernels(
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    sizes: Sizes,
-    config: triton.Config | None = None,
-    backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:
-    """As `reference`, by the Triton kernels in their only config: parameters in fp32, the rest in `dtype`."""
-    *arguments, dout = (x.to(dtype) for x in inputs)
-    arguments = [inputs[i].float() if name in PARAMETERS else x for i, (name, x) in enumerate(zip(INPUTS, arguments, strict=True))]
-    out, states = triton_fwd.forward(*arguments, sizes.reverse, True)
-    gradients = triton_bwd.backward(dout, states, *arguments, sizes.reverse)
-    return dict(zip(("out", *INPUTS), (out, *gradients), strict=True))
+    arguments: Sequence[Any], dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+) -> tuple[Tensor, ...]:
+    """The output and the gradient of each input; the kernels have one config."""
+    out, states = triton_fwd.forward(*arguments, True)
+    return out, *triton_bwd.backward(dout, states, *arguments)
 
 
 def ragged(interpreted: bool) -> list[Sizes]:
-    """Groups of tokens and blocks of channels, full, short and missing; the interpreter is slow, and gets the short ones."""
+    """Full, short and missing groups of tokens and blocks of channels; the interpreter is slow and gets the short sequences."""
     lengths = (1, 2, 5) if interpreted else (1, 2, 3, 63, 64, 65, 196, 197, 784)
     return [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
 
@@ -145,13 +142,13 @@ def variants() -> Iterator[tuple[str, Sizes]]:
     yield from (("direction", Sizes(batch=1, tokens=17, channels=40, reverse=(flag,))) for flag in BOTH)
 
 
-def selected(sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
-    """The backend that `auto` takes."""
-    return selected_backend("auto", device, state_dim=sizes.state_dim, dtype=dtype)
+def select(backend: str, sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
+    """The backend that runs for a request."""
+    return selected_backend(backend, device, state_dim=sizes.state_dim, dtype=dtype)
 
 
 def configs(dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
-    """The only one, forward and backward."""
+    """There is one config, forward and backward."""
     return [CONFIG], [CONFIG]
 
 
@@ -162,17 +159,17 @@ def peer_checks(device: Any) -> Iterator[tuple[str, Callable[..., dict[str, Any]
 
 def peer(device: Any, sizes: Sizes = TYPICAL) -> dict[str, Any]:
     """One row: mamba-ssm against the kernels, in fp16 with parameters in fp32."""
-    result = row(NAME, "mamba-ssm's selective_scan_fn gives the same", sizes, "fp16")
+    result = make_row(NAME, "mamba-ssm's selective_scan_fn gives the same", sizes, "fp16")
     if reason := missing(PEER):
         return result | {"passed": None, "reason": reason}
-    inputs = draw(0, sizes, device)
-    kept = kernels(inputs, torch.float16, sizes)
-    *leaves, dout = (x.float() if name in PARAMETERS else x.half() for name, x in zip((*INPUTS, "dout"), inputs, strict=True))
+    names = *INPUTS, "dout"
+    low = *ACTIVATIONS, "dout"
+    *leaves, dout = (x.half() if name in low else x.float() for name, x in zip(names, draw(0, sizes, device), strict=True))
+    kept = dict(zip(("out", *INPUTS), kernels(arguments(leaves, sizes), dout), strict=True))
     leaves = [x.requires_grad_() for x in leaves]
     out = mamba_ssm(*in_its_layout(leaves)).movedim(-1, 1)
     theirs = dict(zip(("out", *INPUTS), (out, *torch.autograd.grad(out, leaves, dout)), strict=True))
-    kept = {name: x.double() for name, x in kept.items()}
-    return result | judged(relative_errors(theirs, kept), dict.fromkeys(kept, PEER_LIMIT))
+    return result | judge(relative_errors(theirs, kept), dict.fromkeys(kept, PEER_LIMIT))
 
 
 def shapes() -> list[Sizes]:
@@ -183,7 +180,7 @@ def shapes() -> list[Sizes]:
 def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
     """Arguments of `selective_scan_bidir` as a layer gives them: activations in bf16, parameters in fp32.
 
-    delta, B and C have the direction first in memory and are parts of batched products; z is a part of a wider projection.
+    delta, B and C have the direction first in memory and are slices of batched products; z is a slice of a wider projection.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -193,7 +190,7 @@ def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
     images, T, E, N = sizes.batch, sizes.tokens, sizes.channels, sizes.state_dim
     u = normal(images, T, 2, E).bfloat16()
     delta = normal(2, images, T, E).bfloat16().permute(1, 2, 0, 3)
-    parts = normal(2, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)  # the first of them is delta's low rank, D / 16
+    parts = normal(2, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)  # the first slice is delta's low rank, D / 16
     z = normal(images, T, 2 * E).bfloat16()[..., E:]
     A = -torch.arange(1.0, N + 1, device=device).expand(2, E, N).contiguous()
     return [u, delta, A, parts[..., -2 * N : -N], parts[..., -N:], torch.ones(2, E, device=device), z, normal(2, E) - 4]
@@ -210,7 +207,7 @@ def implementations(sizes: Sizes) -> dict[str, Maker]:
 
 
 def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """`selective_scan_bidir`'s tensors as `mamba_ssm` wants them: tokens last, in the order of the scan, z for each direction."""
+    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in the order of the scan, z for each direction."""
     u, delta, A, B, C, D, z, bias = inputs
     scanned = [torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in (u, delta, B, C, z.unsqueeze(2).expand_as(u))]
     return [*scanned[:2], A, *scanned[2:4], D, scanned[4], bias]
@@ -219,8 +216,10 @@ def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
 def mamba_ssm(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor) -> Tensor:
     """mamba-ssm's operator on `in_its_layout`: (B,2,E,T), with the tokens of both directions in the order of the input."""
     scan = importlib.import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_fn
-    forth, back = (scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True) for r in (0, 1))
-    return torch.stack((forth, back.flip(-1)), 1)
+    forward, backward = (
+        scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True) for r in (0, 1)
+    )
+    return torch.stack((forward, backward.flip(-1)), 1)
 
 
 def missing(name: str) -> str | None:

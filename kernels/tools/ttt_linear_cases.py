@@ -1,8 +1,8 @@
-"""TTT-Linear as `check`, `bench` and `resources` need to know it; see `operators` for what each name is.
+"""TTT-Linear for `check`, `bench`, `resources` and the tests; `operators` says what each name means.
 
-flash-linear-attention (the extra `bench`) has one direction and no LayerNorm residual on q, so for timing it gets its cheapest
-equivalent: one call with the two directions as further heads, without the flips that it would need, tuned anew for each shape (see
-`peers`).
+flash-linear-attention (the extra `bench`) has one direction and no LayerNorm residual on q. For timing it gets its cheapest
+equivalent: one call with the two directions as further heads, without the flips that it would need, and tuned again for each shape
+(see `peers`).
 
 Shape letters: B samples, T tokens, R directions, H heads, D head width.
 """
@@ -17,20 +17,19 @@ import triton
 from torch import Tensor
 
 from ..ttt_linear import op, selected_backend, triton_bwd, triton_fwd, ttt_linear, ttt_linear_bidir
-from ..ttt_linear.reference import ttt_linear_dual
 from . import peers
 from .bench import BATCH, FORWARD, TOKENS, Maker, ours
-from .check import BOTH, DTYPES, failure, judged, relative_errors, row
+from .check import BOTH, DTYPES, failure, judge, make_row, relative_errors
 from .resources import Compilation
 
 NAME = "ttt_linear"
-OP = ttt_linear_bidir
 INPUTS = ("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias")
+ACTIVATIONS = ("q", "k", "v")
 LENGTHS = (1, 2, 15, 16, 17, 63, 81, 196, 197)
 HEADS = (1, 3)
 EPS = 1e-6
 FLOOR = 0.0
-PEER_LIMIT = 2e-2  # fp16: it keeps normalised keys, residuals, their means and the kept states in q's dtype
+PEER_LIMIT = 2e-2  # fp16: the peer keeps normalised keys, residuals, their means and the states in q's dtype
 WIDTHS = (3, 6, 12)  # heads of Vittt-T, S, B
 
 GOALS = {
@@ -66,7 +65,7 @@ class Sizes:
         return self.batch * self.tokens * len(self.reverse) * self.heads * self.head_dim * 2
 
     def bytes(self, passes: str) -> int:
-        """What must be read and written at least: q, k, v, lr and out; then these again, dout, dq, dk, dv and dlr.
+        """The least that must be read and written: q, k, v, lr and out; then these again, dout, dq, dk, dv and dlr.
 
         States, parameters and their gradients are left out: under 3 % of it at T >= 784.
         """
@@ -85,19 +84,20 @@ COMPARED = Sizes(tokens=6400, heads=3)
 
 
 def small(tokens: int, heads: int, **sizes: Any) -> Sizes:
-    """Of a check. At one token the gradient of lr is one number per sample and head, which can cancel between the directions: take
-    more samples.
+    """Sizes of a check, with more samples where there are few tokens.
+
+    At one token the gradient of lr is one number per sample and head, which can cancel between the directions.
     """
     return Sizes(batch=max(1, 4 // tokens), tokens=tokens, heads=heads, **sizes)
 
 
+SMALL = Sizes(batch=2, tokens=6, heads=1, head_dim=16, chunk_size=4)
 TYPICAL = small(197, 3)
-COMPILED = Sizes(batch=2, tokens=197, heads=3)
 LONG = tuple(small(tokens, 3) for tokens in (4200, 6400))  # 1120 × 960 and 1280 × 1280 pixels
 
 
 def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The largest relative error ‖a−b‖/‖b‖ allowed for an output or gradient, by the name of the input it belongs to."""
+    """The kernels round the operands of products to `dtype`; the gradients of lr and token_scale are sums over whole rows."""
     if dtype == torch.float32:
         return 1e-3 if name in ("lr", "token_scale") and sizes.tokens < 15 else 1e-5
     loose = {torch.float16: 2e-2, torch.bfloat16: 5e-2} if name in ("lr", "token_scale") else {torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -105,7 +105,7 @@ def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
-    """The nine inputs and a gradient of the output, fp64: q, k, v, dout hold values of bf16, the others values of fp32."""
+    """The nine inputs and dout, fp64: q, k, v and dout have values of bf16, the others values of fp32."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -121,50 +121,52 @@ def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
     return [x.to(device) for x in (q, k, v, *rest, dout)]
 
 
-def reference(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """`out` and the gradient of each input, by autograd through the reference, in the dtype of `inputs` (nine and dout)."""
-    *leaves, dout = inputs
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    q, k, v, lr, *shared = leaves
-    options = {"chunk_size": sizes.chunk_size, "eps": EPS}
-    outs = [
-        ttt_linear_dual(*(x[:, :, r] for x in (q, k, v)), lr, *(x[r] for x in shared), reverse=flag, **options)
-        for r, flag in enumerate(sizes.reverse)
-    ]
-    out = torch.stack(outs, 2)
-    return dict(zip(("out", *INPUTS), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+def bind(sizes: Sizes) -> Callable[..., Tensor]:
+    """`ttt_linear_bidir`; for other directions than `BOTH`, a call of `ttt_linear` for each."""
+    if sizes.reverse == BOTH:
+        return functools.partial(ttt_linear_bidir, chunk_size=sizes.chunk_size, eps=EPS)
+
+    def run(*inputs: Tensor, backend: str) -> Tensor:
+        options = {"chunk_size": sizes.chunk_size, "eps": EPS, "backend": backend}
+        outs = [ttt_linear(*one_direction(inputs, r), reverse=flag, **options) for r, flag in enumerate(sizes.reverse)]
+        return torch.stack(outs, 2)
+
+    return run
+
+
+def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
+    """The arguments of `ttt_linear` for index r of the direction axis."""
+    q, k, v, lr, *parameters = inputs
+    return [q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters)]
+
+
+def arguments(inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
+    """The arguments of the custom op."""
+    return [*inputs, sizes.chunk_size, list(sizes.reverse), EPS]
 
 
 def kernels(
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    sizes: Sizes,
-    config: triton.Config | None = None,
-    backward_config: triton.Config | None = None,
-) -> dict[str, Tensor]:
-    """As `reference`, by the Triton kernels: q, k, v and dout in `dtype`, the rest in fp32."""
-    q, k, v, *rest, dout = inputs
-    arguments = [x.to(dtype) for x in (q, k, v)] + [x.float() for x in rest]
-    options = sizes.chunk_size, sizes.reverse, EPS
-    out, states = triton_fwd.forward(*arguments, *options, True, config)
-    gradients = triton_bwd.backward(dout.to(dtype), states, *arguments, *options, backward_config)
-    return dict(zip(("out", *INPUTS), (out, *gradients), strict=True))
+    arguments: Sequence[Any], dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+) -> tuple[Tensor, ...]:
+    """The output and the gradient of each input."""
+    out, states = triton_fwd.forward(*arguments, True, config)
+    return out, *triton_bwd.backward(dout, states, *arguments, backward_config)
 
 
 def ragged(interpreted: bool) -> list[Sizes]:
-    """Chunks that are full, short and missing."""
+    """Full, short and missing chunks."""
     return [small(tokens, heads) for tokens in LENGTHS for heads in HEADS]
 
 
 def variants() -> Iterator[tuple[str, Sizes]]:
-    """Other chunks and head widths."""
+    """Other chunk sizes and head widths."""
     yield from (("chunk size", small(81, 1, chunk_size=chunk_size)) for chunk_size in triton_fwd.CHUNK_SIZES)
     yield from (("head width", small(81, 1, head_dim=width)) for width in triton_fwd.WIDTHS)
 
 
-def selected(sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
-    """The backend that `auto` takes."""
-    return selected_backend("auto", device, head_dim=sizes.head_dim, chunk_size=sizes.chunk_size, dtype=dtype)
+def select(backend: str, sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
+    """The backend that runs for a request."""
+    return selected_backend(backend, device, head_dim=sizes.head_dim, chunk_size=sizes.chunk_size, dtype=dtype)
 
 
 def configs(dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
@@ -181,7 +183,7 @@ def peer_checks(device: Any) -> Iterator[tuple[str, Callable[..., dict[str, Any]
 def peer(kind: str, device: Any) -> dict[str, Any]:
     """One row: flash-linear-attention against the kernels where both compute the same, lr constant within a chunk; fp16."""
     dtype, sizes = "fp16", Sizes(batch=2, tokens=250, heads=3, reverse=(False,))
-    result = row(NAME, f"flash-linear-attention's {kind}_ttt_linear gives the same", sizes, dtype)
+    result = make_row(NAME, f"flash-linear-attention's {kind}_ttt_linear gives the same", sizes, dtype)
     if reason := missing(kind):
         return result | {"passed": None, "reason": reason}
     q, k, v, lr, *shared, dout = draw(0, sizes, device)
@@ -193,7 +195,7 @@ def peer(kind: str, device: Any) -> dict[str, Any]:
         out = function(*leaves[:3], per_token, *leaves[4:])
         results.append(dict(zip(("out", *INPUTS), (out, *torch.autograd.grad(out, leaves, dout)), strict=True)))
     kept, theirs = results
-    return result | judged(relative_errors(theirs, kept), dict.fromkeys(kept, PEER_LIMIT))
+    return result | judge(relative_errors(theirs, kept), dict.fromkeys(kept, PEER_LIMIT))
 
 
 def shapes() -> list[Sizes]:
@@ -202,7 +204,7 @@ def shapes() -> list[Sizes]:
 
 
 def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """Arguments of `ttt_linear_bidir` as a layer gives them: q, k, v and lr in bf16, v a part of wider rows; parameters in fp32."""
+    """Arguments of `ttt_linear_bidir` as a layer gives them: q, k, v and lr in bf16, v a slice of wider rows; parameters in fp32."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -219,13 +221,15 @@ def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
 
 def implementations(sizes: Sizes) -> dict[str, Maker]:
     """Ours, and flash-linear-attention's two."""
-    chunk = {"chunk_size": sizes.chunk_size}
     inputs = functools.partial(layer_inputs, sizes)
     theirs = {
-        f"fla {kind}": lambda device, kind=kind: (functools.partial(peers.both_directions(kind), **chunk), inputs(device))
+        f"fla {kind}": lambda device, kind=kind: (
+            functools.partial(peers.both_directions(kind), chunk_size=sizes.chunk_size),
+            inputs(device),
+        )
         for kind in peers.KINDS
     }
-    return ours(functools.partial(ttt_linear_bidir, **chunk), inputs) | theirs
+    return ours(bind(sizes), inputs) | theirs
 
 
 def missing(name: str) -> str | None:
@@ -234,7 +238,7 @@ def missing(name: str) -> str | None:
 
 
 def memory_reference_over_kernel(device: torch.device) -> dict[str, Any]:
-    """Appendix B: peak memory above the inputs of a forward and backward pass, reference under autograd over kernels.
+    """Appendix B: peak memory of a forward and backward pass above the inputs, of the reference under autograd over that of the kernels.
 
     At 8 samples of T = 6400, 3 heads, both directions, bf16 inputs: {memory_reference_over_kernel, reference_peak_mib,
     kernel_peak_mib, sizes}, or nulls with the reason where the reference does not fit.
@@ -247,7 +251,7 @@ def memory_reference_over_kernel(device: torch.device) -> dict[str, Any]:
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            out = ttt_linear_bidir(*inputs, chunk_size=sizes.chunk_size, backend=name)
+            out = bind(sizes)(*inputs, backend=name)
             torch.autograd.grad(out, inputs, torch.ones_like(out))
         except torch.cuda.OutOfMemoryError as error:
             return {"memory_reference_over_kernel": None, **failure(error)}
@@ -262,7 +266,7 @@ def memory_reference_over_kernel(device: torch.device) -> dict[str, Any]:
 
 
 def tuners() -> list[tuple[Any, Any]]:
-    """For chunks of 16 and heads of 64."""
+    """Both kernels, for chunks of 16 and heads of 64."""
     return [
         (kernel, triton_fwd.tuned(kernel, module.configs, torch.bfloat16, 16, 64))
         for module, kernel in ((triton_fwd, triton_fwd.forward_kernel), (triton_bwd, triton_bwd.backward_kernel))
@@ -279,7 +283,7 @@ def compilations() -> Iterator[Compilation]:
 
 
 def compilation(name: str, dtype: str, chunk_size: int = 16, width: int = 64, number: int = 0) -> Compilation:
-    """One of `KERNELS` in one of its configs, the default one unless said."""
+    """One of `KERNELS` in one of its configs; number 0 is the default one."""
     module, kernel, own = KERNELS[name]
     return Compilation(
         name=name,

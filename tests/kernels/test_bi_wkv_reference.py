@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kernels.bi_wkv.reference import bi_wkv_formula
+from kernels.tools.bi_wkv_cases import Sizes, draw
+from kernels.tools.check import relative_error
 
 DATA = {name: torch.from_numpy(x) for name, x in np.load(Path(__file__).parents[1] / "data" / "vrwkv_wkv.npz").items()}
 INPUTS = [DATA[name] for name in ("w_over_T", "u_over_T", "k", "v")]
@@ -31,14 +33,15 @@ def official_kernel(w, u, k, v):
     return torch.stack(outs, 1)
 
 
-def test_the_paper_s_equation(relative):
-    assert relative(bi_wkv_formula(*INPUTS), DATA["y_formula"]) < 1e-6
+def test_the_paper_s_equation():
+    assert relative_error(bi_wkv_formula(*INPUTS), DATA["y_formula"]) < 1e-6
 
 
-def test_the_official_kernel_deviates_as_documented(relative):
+def test_the_official_kernel_deviates_as_documented():
     official, ours = DATA["y_official_cuda_semantics"], bi_wkv_formula(*INPUTS)
-    assert relative(official_kernel(*(x.double() for x in INPUTS)), official) < 1e-6
-    assert 0.035 < relative(official, ours) < 0.045
+    assert relative_error(official_kernel(*(x.double() for x in INPUTS)), official) < 1e-6
+    # of the largest output
+    assert 0.035 < (official - ours).abs().max() / ours.abs().max() < 0.045
 
 
 def test_three_tokens_by_hand():
@@ -52,19 +55,19 @@ def test_three_tokens_by_hand():
     torch.testing.assert_close(out.flatten(), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_equal_keys_without_decay_are_a_mean(make_wkv):
-    _, _, _, v, _ = make_wkv(2, 7, 3)
+def test_equal_keys_without_decay_are_a_mean():
+    _, _, _, v, _ = draw(0, Sizes(batch=2, tokens=7, channels=3))
     zero = torch.zeros(3, dtype=torch.float64)
     torch.testing.assert_close(bi_wkv_formula(zero, zero, torch.ones_like(v), v), v.mean(1, keepdim=True).expand_as(v))
 
 
 @pytest.mark.parametrize("shift", [-1e3, 1e3])
-def test_large_keys_do_not_overflow(make_wkv, shift):
+def test_large_keys_do_not_overflow(shift):
     """A constant added to all keys of a channel changes nothing."""
-    w, u, k, v, _ = make_wkv(1, 9, 2)
+    w, u, k, v, _ = draw(0, Sizes(batch=1, tokens=9, channels=2))
     torch.testing.assert_close(bi_wkv_formula(w, u, k + shift, v), bi_wkv_formula(w, u, k, v))
 
 
-def test_gradients(make_wkv):
-    inputs = [x.requires_grad_() for x in make_wkv(1, 5, 2, w=0.3)[:4]]
+def test_gradients():
+    inputs = [x.requires_grad_() for x in draw(0, Sizes(batch=1, tokens=5, channels=2), decay=0.3)[:4]]
     assert torch.autograd.gradcheck(bi_wkv_formula, inputs)

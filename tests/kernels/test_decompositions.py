@@ -2,55 +2,43 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from kernels.bi_wkv.reference import bi_wkv_formula
-from kernels.decompositions import bi_wkv_by_scan, selective_scan_by_scan, ttt_linear_by_scan
-from kernels.selective_scan.reference import selective_scan_recurrence
-from kernels.ttt_linear.reference import ttt_linear_dual
+from kernels.decompositions import DECOMPOSITIONS, bi_wkv_by_scan
+from kernels.tools import bi_wkv_cases
+from kernels.tools.operators import OPERATORS
 
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+SCANS = {name: cases for name, cases in OPERATORS.items() if getattr(torch.ops.vision_ttt, name).default in DECOMPOSITIONS}
 
 
-def close(ours: Tensor, truth: Tensor) -> None:
-    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-10)
+EVERY_SIZE = [
+    pytest.param(name, sizes, id=f"{name}-{i}")
+    for name, cases in SCANS.items()
+    for i, sizes in enumerate([*cases.ragged(True), *(sizes for _, sizes in cases.variants())])
+]
 
 
-@pytest.mark.parametrize(("T", "chunk_size"), [(37, 16), (32, 16), (5, 16), (1, 4), (7, 1)])
-@pytest.mark.parametrize("reverse", [[False], [True], [False, True]])
-def test_ttt_linear(T, chunk_size, reverse):
-    torch.manual_seed(0)
-    B, R, H, D = 2, len(reverse), 3, 8
-    q, k, v = random(3, B, T, R, H, D)
-    lr, scale, W0 = random(B, T, H).sigmoid() / D, random(R, chunk_size).abs(), random(R, H, D, D) / D
-    shared = scale, W0, *random(3, R, H, D)
-    ours = ttt_linear_by_scan(q, k, v, lr, *shared, chunk_size, reverse, 1e-6, "auto", False)[0]
-    for r, back in enumerate(reverse):
-        one = ttt_linear_dual(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared), chunk_size=chunk_size, reverse=back)
-        close(ours[:, :, r], one)
+def test_every_operator_with_a_scan_is_here():
+    assert set(SCANS) == {"ttt_linear", "selective_scan", "bi_wkv"}
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_selective_scan(gated):
-    torch.manual_seed(0)
-    images, T, E, N = 2, 11, 6, 4
-    u, delta = random(2, images, T, 2, E)
-    B, C = random(2, images, T, 2, N)
-    A, D, bias = -random(2, E, N).exp(), random(2, E), random(2, E)
-    z = random(images, T, E) if gated else None
-    ours = selective_scan_by_scan(u, delta, A, B, C, D, z, bias, [False, True], "auto", False)[0]
-    for r in (0, 1):
-        parts = u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, bias[r]
-        close(ours[:, :, r], selective_scan_recurrence(*parts, reverse=r == 1))
+@pytest.mark.parametrize(("name", "sizes"), EVERY_SIZE)
+def test_a_decomposition_gives_the_output_of_the_reference(name, sizes):
+    cases, decomposition = SCANS[name], DECOMPOSITIONS[getattr(torch.ops.vision_ttt, name).default]
+    inputs = cases.draw(0, sizes)[:-1]
+    out, _ = decomposition(*cases.arguments(inputs, sizes), "auto", False)
+    torch.testing.assert_close(out, cases.bind(sizes)(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("T", [1, 2, 13])
-def test_bi_wkv(T):
-    """Decays of both signs, and keys whose powers would overflow."""
-    torch.manual_seed(0)
-    w, u = random(2, 9)
-    k, v = random(2, 3, T, 9)
-    k = 400 * k
-    close(bi_wkv_by_scan(w, u, k, v, "auto", False)[0], bi_wkv_formula(w, u, k, v))
+def test_the_selective_scan_without_a_gate():
+    cases = SCANS["selective_scan"]
+    inputs = cases.draw(0, cases.SMALL)[:-1]
+    inputs[cases.INPUTS.index("z")] = None
+    out, _ = DECOMPOSITIONS[torch.ops.vision_ttt.selective_scan.default](*cases.arguments(inputs, cases.SMALL), "auto", False)
+    torch.testing.assert_close(out, cases.bind(cases.SMALL)(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 13])
+def test_bi_wkv_with_keys_whose_powers_would_overflow(tokens):
+    inputs = bi_wkv_cases.draw(0, bi_wkv_cases.Sizes(batch=3, tokens=tokens, channels=9), decay=1.0, keys=400.0)[:-1]
+    out, _ = bi_wkv_by_scan(*inputs, "auto", False)
+    torch.testing.assert_close(out, bi_wkv_cases.bi_wkv(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)

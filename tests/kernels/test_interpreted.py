@@ -1,4 +1,4 @@
-"""Starts the tests of `interpreted/` in processes of their own, since Triton's interpreter is chosen when Triton is imported."""
+"""Starts the tests under Triton's interpreter in a process of their own, since the interpreter is chosen when Triton is imported."""
 
 import os
 import subprocess
@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_under_the_interpreter(file):
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2], capture_output=True, text=True
-    )
+@pytest.mark.parametrize("tests", ["interpreted", "test_every_op.py"])
+def test_under_the_interpreter(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(FOLDER / tests)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -5,6 +5,7 @@ import torch
 
 from kernels.ms_deform_attn import ms_deform_attn
 from kernels.ms_deform_attn.reference import ms_deform_attn_formula
+from kernels.tools.ms_deform_attn_cases import draw_points
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 # sides of two levels, and what the equation gives for the inputs of `fixture`, computed elsewhere by explicit loops
@@ -42,10 +43,10 @@ def test_numbers_from_elsewhere(backend):
     assert (out.flatten(2)[0] - torch.tensor(EXPECTED, dtype=torch.float64)).abs().max() < 1e-7
 
 
-def test_against_loops_over_numbers(make_deform_inputs):
+def test_against_loops_over_numbers():
     """Sample by sample, neighbour by neighbour, in Python's own numbers."""
     shapes = ((3, 5), (2, 2), (1, 4))
-    value, locations, weights, _ = make_deform_inputs(2, 4, 2, 3, 2, shapes)
+    value, locations, weights, _ = draw_points(0, shapes, (2, 4, 2, 3, 2), 3)
     expected = torch.zeros(2, 4, 2, 3, dtype=torch.float64)
     for b, q, m, level, p in torch.cartesian_prod(*map(torch.arange, weights.shape)).tolist():
         h, w = shapes[level]
@@ -60,16 +61,16 @@ def test_against_loops_over_numbers(make_deform_inputs):
 
 @BACKENDS
 @pytest.mark.parametrize(("h", "w"), [(4, 6), (1, 1), (5, 1)])
-def test_at_a_pixel_s_centre_is_its_value(make_deform_inputs, backend, h, w):
-    value, _, weights, _ = make_deform_inputs(1, h * w, 3, 2, 4, ((h, w),))
+def test_at_a_pixel_s_centre_is_its_value(backend, h, w):
+    value, _, weights, _ = draw_points(0, ((h, w),), (1, h * w, 3, 1, 4), 2)
     out = ms_deform_attn(value, ((h, w),), centres(h, w, 3, 4), weights.flatten(3).softmax(-1).view_as(weights), backend=backend)
     torch.testing.assert_close(out, value)
 
 
 @BACKENDS
-def test_a_constant_stays_one_inside(make_deform_inputs, backend):
+def test_a_constant_stays_one_inside(backend):
     shapes = ((4, 6), (2, 3))
-    value, locations, weights, _ = make_deform_inputs(2, 7, 2, 3, 2, shapes)
+    value, locations, weights, _ = draw_points(0, shapes, (2, 7, 2, 2, 2), 3)
     weights = weights.flatten(3).softmax(-1).view_as(weights)
     margin = torch.tensor([(0.5 / w, 0.5 / h) for h, w in shapes])[:, None]
     locations = locations.clamp(margin, 1 - margin)
@@ -105,9 +106,9 @@ def test_the_edge_fades_to_nothing(backend):
 
 
 @BACKENDS
-def test_points_have_no_order(make_deform_inputs, backend):
+def test_points_have_no_order(backend):
     """Two levels of the same content: any permutation of all samples, of points and of levels, changes nothing."""
-    value, locations, weights, _ = make_deform_inputs(2, 5, 2, 3, 3, ((3, 4),))
+    value, locations, weights, _ = draw_points(0, ((3, 4),), (2, 5, 2, 1, 3), 3)
     twice = torch.cat([value, value], 1)
     locations, weights = (torch.cat([x, x.flip(1)], 3) for x in (locations, weights))
     order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
@@ -118,8 +119,8 @@ def test_points_have_no_order(make_deform_inputs, backend):
 
 
 @BACKENDS
-def test_gradcheck(make_deform_inputs, backend):
+def test_gradcheck(backend):
     shapes = ((3, 2), (1, 2))
-    *inputs, _ = make_deform_inputs(1, 3, 2, 2, 2, shapes, outside=1)
+    *inputs, _ = draw_points(0, shapes, (1, 3, 2, 2, 2), 2)
     inputs = [x.requires_grad_() for x in inputs]
     assert torch.autograd.gradcheck(lambda v, x, w: ms_deform_attn(v, shapes, x, w, backend=backend), inputs)

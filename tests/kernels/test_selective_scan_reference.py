@@ -8,32 +8,34 @@ import torch
 
 from kernels import dispatch
 from kernels.selective_scan.reference import selective_scan_recurrence
+from kernels.tools.check import relative_error
+from kernels.tools.selective_scan_cases import Sizes, draw, one_direction
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vim_scan.npz"
 
 
-def test_official_release(relative):
+def test_official_release():
     """The release has channels before tokens."""
     data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items()}
     assert data["delta_softplus"]
     u, delta, B, C, z = (data[name].mT for name in ("u", "delta", "B", "C", "z"))
     out, last = selective_scan_recurrence(u, delta, data["A"], B, C, data["D"], z, data["delta_bias"], return_last_state=True)
-    assert relative(out, data["out"].mT) < 1e-6
-    assert relative(last, data["last_state"]) < 1e-6
+    assert relative_error(out, data["out"].mT) < 1e-6
+    assert relative_error(last, data["last_state"]) < 1e-6
 
 
-def test_unrolled_recurrence(make_scan_inputs, relative):
+def test_unrolled_recurrence():
     """y_t = Σ_{s≤t} Σ_n C_t B_s Δ_s u_s exp(A Σ_{s<r≤t} Δ_r) + D u_t: no recurrence at all."""
-    u, delta, A, B, C, D, z, bias = make_scan_inputs(2, 9, 3, 4)
+    u, delta, A, B, C, D, z, bias = one_direction(draw(0, Sizes(batch=2, tokens=9, channels=3, state_dim=4))[:-1])
     step = torch.log1p(torch.exp(delta + bias))
     expected = D * u
     for t in range(9):
         for s in range(t + 1):
             decay = torch.exp(A * step[:, s + 1 : t + 1].sum(1)[..., None])
             expected[:, t] += ((C[:, t] * B[:, s])[:, None] * decay).sum(-1) * step[:, s] * u[:, s]
-    assert relative(selective_scan_recurrence(u, delta, A, B, C, D, None, bias), expected) < 1e-12
+    assert relative_error(selective_scan_recurrence(u, delta, A, B, C, D, None, bias), expected) < 1e-12
     gated = expected * z / (1 + torch.exp(-z))
-    assert relative(selective_scan_recurrence(u, delta, A, B, C, D, z, bias), gated) < 1e-12
+    assert relative_error(selective_scan_recurrence(u, delta, A, B, C, D, z, bias), gated) < 1e-12
 
 
 def test_one_channel_by_hand():
@@ -48,8 +50,8 @@ def test_one_channel_by_hand():
     assert last.item() == pytest.approx(h1)
 
 
-def test_reverse_is_flip(make_scan_inputs):
-    u, delta, A, B, C, D, z, bias = make_scan_inputs(2, 9, 3, 4)
+def test_reverse_is_flip():
+    u, delta, A, B, C, D, z, bias = one_direction(draw(0, Sizes(batch=2, tokens=9, channels=3, state_dim=4))[:-1])
     flipped = (u.flip(1), delta.flip(1), A, B.flip(1), C.flip(1), D, z.flip(1), bias)
     back = selective_scan_recurrence(u, delta, A, B, C, D, z, bias, reverse=True)
     torch.testing.assert_close(back, selective_scan_recurrence(*flipped).flip(1))

@@ -3,9 +3,16 @@
 import pytest
 import torch
 
+from kernels.tools.check import relative_error
+from kernels.tools.ttt_linear_cases import Sizes, draw, one_direction
 from kernels.ttt_linear.reference import ttt_linear_dual, ttt_linear_primal
 
 T = 21
+
+
+def draw_inputs(batch, tokens, heads, head_dim, chunk_size):
+    """The nine arguments of one direction, fp64."""
+    return one_direction(draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size))[:-1])
 
 
 def run(form, inputs, inner, **options):
@@ -15,37 +22,37 @@ def run(form, inputs, inner, **options):
 
 
 @pytest.mark.parametrize("inner", ["ln", "plain"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("chunk", [1, 4, 16, T, 30])
-def test_primal_equals_dual(make_inputs, relative, chunk, reverse, inner):
-    inputs = make_inputs(2, T, 2, 8, chunk)
+def test_primal_equals_dual(chunk, reverse, inner):
+    inputs = draw_inputs(2, T, 2, 8, chunk)
     options = {"chunk_size": chunk, "reverse": reverse}
-    assert relative(run(ttt_linear_dual, inputs, inner, **options), run(ttt_linear_primal, inputs, inner, **options)) < 1e-10
+    assert relative_error(run(ttt_linear_dual, inputs, inner, **options), run(ttt_linear_primal, inputs, inner, **options)) < 1e-10
 
 
 @pytest.mark.parametrize("form", [ttt_linear_dual, ttt_linear_primal])
-def test_theorem_c1_one_chunk_is_causal_linear_attention(make_inputs, relative, form):
+def test_theorem_c1_one_chunk_is_causal_linear_attention(form):
     """plain, chunk = T, lr = 1, c = 1, W0 = 0: out_t = Σ_{s≤t} (q_t·k_s) v_s."""
-    q, k, v = make_inputs(2, T, 2, 8, T)[:3]
+    q, k, v = draw_inputs(2, T, 2, 8, T)[:3]
     out = form(q, k, v, torch.ones(2, T, 2), torch.ones(T), torch.zeros(2, 8, 8), chunk_size=T, inner="plain")
     expected = torch.zeros_like(v)
     for t in range(T):
         for s in range(t + 1):
             expected[:, t] += (q[:, t] * k[:, s]).sum(-1, keepdim=True) * v[:, s]
-    assert relative(out, expected) < 1e-12
+    assert relative_error(out, expected) < 1e-12
 
 
 @pytest.mark.parametrize("form", [ttt_linear_dual, ttt_linear_primal])
-def test_theorem_c2_one_token_per_chunk_is_the_delta_rule(make_inputs, relative, form):
+def test_theorem_c2_one_token_per_chunk_is_the_delta_rule(form):
     """plain, chunk = 1, lr = 1, c = 1: out_t = q_t W_t, W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t)."""
-    q, k, v, _, _, W0 = make_inputs(2, T, 2, 8, 1)[:6]
+    q, k, v, _, _, W0 = draw_inputs(2, T, 2, 8, 1)[:6]
     k = torch.nn.functional.normalize(k, dim=-1)  # else the rule with step 1 diverges
     out = form(q, k, v, torch.ones(2, T, 2), torch.ones(1), W0, chunk_size=1, inner="plain")
     W = W0.expand(2, 2, 8, 8)
     for t in range(T):
         miss = torch.einsum("bhi,bhij->bhj", k[:, t], W) - v[:, t]
         W = W - torch.einsum("bhi,bhj->bhij", k[:, t], miss)
-        assert relative(out[:, t], torch.einsum("bhi,bhij->bhj", q[:, t], W)) < 1e-12
+        assert relative_error(out[:, t], torch.einsum("bhi,bhij->bhj", q[:, t], W)) < 1e-12
 
 
 @pytest.mark.parametrize("form", [ttt_linear_dual, ttt_linear_primal])
@@ -61,9 +68,9 @@ def test_token_scale_rescales_the_whole_sum(form):
     torch.testing.assert_close(out.flatten(), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_inner_gradient_and_loss_are_those_of_the_reconstruction(make_inputs):
+def test_inner_gradient_and_loss_are_those_of_the_reconstruction():
     """The first chunk starts from (W0, b0): there autograd of ½‖LN(Z) − (V − K)‖² gives both."""
-    q, k, v, lr, c, W0, b0, weight, bias = make_inputs(2, 5, 2, 8, 5)
+    q, k, v, lr, c, W0, b0, weight, bias = draw_inputs(2, 5, 2, 8, 5)
     _, inner = ttt_linear_dual(q, k, v, lr, c, W0, b0, weight, bias, chunk_size=5, return_inner=True)
     Z = (torch.einsum("bthi,hij->bthj", k, W0) + b0).requires_grad_()
     norm = torch.nn.functional.layer_norm(Z, (8,), eps=1e-6)
@@ -73,15 +80,15 @@ def test_inner_gradient_and_loss_are_those_of_the_reconstruction(make_inputs):
     torch.testing.assert_close(inner.gradient, gradient)
 
 
-def test_inner_learning_is_in_the_order_of_the_input(make_inputs):
-    inputs = make_inputs(1, 7, 1, 4, 3)
-    flipped = tuple(x.flip(1) for x in inputs[:4]) + inputs[4:]
-    _, back = ttt_linear_dual(*inputs, chunk_size=3, reverse=True, return_inner=True)
-    _, forth = ttt_linear_dual(*flipped, chunk_size=3, return_inner=True)
-    torch.testing.assert_close(back.gradient, forth.gradient.flip(1))
-    torch.testing.assert_close(back.loss, forth.loss.flip(1))
+def test_inner_learning_is_in_the_order_of_the_input():
+    inputs = draw_inputs(1, 7, 1, 4, 3)
+    flipped = [*(x.flip(1) for x in inputs[:4]), *inputs[4:]]
+    _, backward = ttt_linear_dual(*inputs, chunk_size=3, reverse=True, return_inner=True)
+    _, forward = ttt_linear_dual(*flipped, chunk_size=3, return_inner=True)
+    torch.testing.assert_close(backward.gradient, forward.gradient.flip(1))
+    torch.testing.assert_close(backward.loss, forward.loss.flip(1))
 
 
-def test_gradients_of_the_dual_form(make_inputs):
-    inputs = tuple(x.requires_grad_() for x in make_inputs(1, 5, 1, 3, 2))
+def test_gradients_of_the_dual_form():
+    inputs = tuple(x.requires_grad_() for x in draw_inputs(1, 5, 1, 3, 2))
     assert torch.autograd.gradcheck(lambda *x: ttt_linear_dual(*x, chunk_size=2), inputs)

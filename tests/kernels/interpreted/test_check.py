@@ -12,49 +12,38 @@ from kernels.tools import check, selective_scan_cases
 from kernels.tools.operators import OPERATORS
 from repro.core.record import write_record
 
-SMALL = {
-    "ttt_linear": {"batch": 1, "tokens": 5, "heads": 1, "head_dim": 16, "chunk_size": 4},
-    "selective_scan": {"batch": 1, "tokens": 3, "channels": 8, "state_dim": 8},
-    "bi_wkv": {"batch": 1, "tokens": 9, "channels": 5},
-    "ms_deform_attn": {"batch": 1, "tokens": 4, "heads": 1, "head_dim": 4, "levels": 1},
-}
-
 
 @pytest.fixture(params=OPERATORS)
-def operator(request):
-    cases = OPERATORS[request.param]
-    return cases, cases.Sizes(**SMALL[request.param])
+def cases(request):
+    return OPERATORS[request.param]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_row_of_right_kernels(operator, dtype, tmp_path):
-    cases, sizes = operator
-    row = check.compare(cases, "default", sizes, dtype, seeds=[0])
+def test_a_row_of_right_kernels(cases, dtype, tmp_path):
+    row = check.compare(cases, "default", cases.SMALL, dtype, seeds=[0])
     assert row["passed"] and row["not_finite"] == [], row
     assert set(row["errors"]) == set(row["limits"]) == {"out", *cases.INPUTS}
-    assert SMALL[cases.NAME].items() <= row.items() and (row["operator"], row["dtype"]) == (cases.NAME, dtype)
-    assert check.repeated(cases, sizes, dtype, "cpu")["passed"]
+    assert vars(cases.SMALL).items() <= row.items() and (row["operator"], row["dtype"]) == (cases.NAME, dtype)
+    assert check.repeat(cases, cases.SMALL, dtype, "cpu")["passed"]
     write_record(tmp_path, {"rows": [row]}, {}, 0.0)
 
 
-def test_a_row_of_wrong_kernels(operator, monkeypatch):
+def test_a_row_of_wrong_kernels(cases, monkeypatch):
     """Each output and gradient is looked at: a hundredth of it more in fp32, or a NaN."""
-    cases, sizes = operator
-    inputs, right = check.case(cases, sizes, 0)
+    _, right = check.draw_case(cases, cases.SMALL, 0)
     for name in right:
         for wrong in (1.01 * right[name] + 0.01, torch.full_like(right[name], float("nan"))):
-            monkeypatch.setattr(cases, "kernels", lambda *_, wrong=wrong, name=name: right | {name: wrong})
-            row = check.compare(cases, "default", sizes, "fp32", seeds=[0])
+            monkeypatch.setattr(cases, "kernels", lambda *_, wrong=wrong, name=name: (right | {name: wrong}).values())
+            row = check.compare(cases, "default", cases.SMALL, "fp32", seeds=[0])
             assert row["passed"] is False and (name in row["not_finite"] or row["errors"][name] > row["limits"][name])
 
 
-def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(operator, monkeypatch):
-    cases, _ = operator
+def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
     interpreted = [(check_, given) for _, check_, given, _ in check._plan(cases, "cpu")]
     assert {given[3] for check_, given in interpreted if check_ is check.compare} == {"fp32", "fp16"}
-    assert check.repeated in {check_ for check_, _ in interpreted}
+    assert check.repeat in {check_ for check_, _ in interpreted}
     monkeypatch.setattr(cases.triton_fwd, "INTERPRETED", False)
-    monkeypatch.setattr(cases, "selected", lambda sizes, dtype, device: "triton")
+    monkeypatch.setattr(cases, "select", lambda backend, sizes, dtype, device: "triton")
     plan = list(check._plan(cases, "cpu"))
     compared = [(given, asked) for _, check_, given, asked in plan if check_ is check.compare]
     assert {given[3] for given, _ in compared} == {"fp32", "fp16", "bf16"}
@@ -64,13 +53,13 @@ def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(operator, monkeypatc
             found = [asked[key] for given, asked in compared if given[3] == dtype and key in asked]
             assert list(map(str, found)) == list(map(str, cases.configs(given_dtype)[which]))
     configured = [asked for _, asked in compared if {"config", "backward_config"} & set(asked)]
-    assert sum(check_ is check.repeated for _, check_, _, _ in plan) == 1 + len(configured)
-    assert sum(check_ is check.compiled_op for _, check_, _, _ in plan) == 1
+    assert sum(check_ is check.repeat for _, check_, _, _ in plan) == 1 + len(configured)
+    assert sum(check_ is check.compile_op for _, check_, _, _ in plan) == 1
     limits = [cases.limit(name, check.DTYPES[given[3]], given[2]) for given, _ in compared for name in cases.INPUTS]
     assert max(limits) <= 0.3
 
 
-def test_one_that_breaks_is_a_row(monkeypatch):
+def test_a_check_that_breaks_is_a_row(monkeypatch):
     def broken(*_):
         raise RuntimeError("out of\nresources")
 
@@ -83,7 +72,7 @@ def test_one_that_breaks_is_a_row(monkeypatch):
 
 def test_mamba_ssm_against_the_kernels(monkeypatch):
     """With ours in its place they agree in the output and every gradient; with a wrong one they do not; without one, no verdict."""
-    sizes = selective_scan_cases.Sizes(**SMALL["selective_scan"])
+    sizes = selective_scan_cases.SMALL
     assert selective_scan_cases.peer("cpu", sizes)["passed"] is None
 
     def stands_in(u, delta, A, B, C, D, z, delta_bias, delta_softplus, slip=0.0):

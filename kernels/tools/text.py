@@ -1,0 +1,108 @@
+"""The rows of `check`, `bench` and `resources` as text: a line each for the terminal, and Markdown tables for the documentation."""
+
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from .operators import OPERATORS
+
+# what a row calls a size -> how a line prints it
+SIZES = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk", "channels": "channels"}
+SIZES |= {"state_dim": "states"}
+
+
+def format_check(row: Mapping[str, Any]) -> str:
+    """A line for a row of `check.rows`: the verdict, what was checked, and the error that comes nearest to its limit."""
+    verdict = {True: "ok", False: "FAILED", None: "not run"}[row["passed"]]
+    detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that broke off has no sizes
+    if row.get("errors"):
+        name, error = max(row["errors"].items(), key=lambda item: item[1] / row["limits"][item[0]])
+        detail += f", nearest its limit: {name} {error:.1e} of {row['limits'][name]:.0e}"
+    if row.get("not_finite"):
+        detail += f", not finite: {', '.join(row['not_finite'])}"
+    if row.get("reason"):
+        detail += f", {row['reason']}"
+    return f"{verdict}: {row['operator']}, {row['check']}{detail}"
+
+
+def format_bench(row: Mapping[str, Any]) -> str:
+    """A line for a row of `bench.rows`."""
+    what = f"{row['operator']}, {_sizes(row)}, {row['passes']}, {row['implementation']}"
+    if row["status"] != "ok":
+        return f"{what}: {row['status']} ({row['reason']})"
+    spread = f"{row['median_ms']:.3f} ms ({row['p20_ms']:.3f} to {row['p80_ms']:.3f})"
+    share = _number(row["share_of_copy_percent"], ".0f", " % of a copy")
+    return f"{what}: {spread}, {row['gb_per_s']:.0f} GB/s, {share}, peak {row['peak_memory_mib']:.0f} MiB"
+
+
+def format_resources(row: Mapping[str, Any]) -> str:
+    """A line for a row of `resources.rows`."""
+    config = ", ".join(f"{key} {value}" for key, value in row["config"].items() if value is not None)
+    mark = "default, " if row["default"] else ""
+    return (
+        f"{row['kernel']}, {row['dtype']}, {row['target']}, {mark}{config}: {row['registers']} registers, {row['stack_bytes']} stack "
+        f"bytes, {_spills(row)} spill instructions, {row['shared_bytes']} shared bytes, {row['instructions']['BAR']} barriers"
+    )
+
+
+def resources_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 where there are chunks."""
+    lines = ["| kernel | target | registers | stack bytes | shared bytes | LDL + STL | loop: instructions, shuffles, barriers |"]
+    lines.append("|" + "---|" * 7)
+    for row in rows:
+        if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] == "bf16":
+            first, *rest = row["loops"]
+            holds_the_rest = rest and first["instructions"] > sum(loop["instructions"] for loop in rest)  # it is the loop over groups
+            shown = rest if holds_the_rest else row["loops"]
+            loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown)
+            numbers = f"{row['registers']} | {row['stack_bytes']} | {row['shared_bytes']} | {_spills(row)} | {loops}"
+            kernel = row["kernel"].removeprefix(f"{row['operator']}_").replace("_", " ")
+            lines.append(f"| `{row['operator']}` {kernel} | {row['target']} | {numbers} |")
+    return "\n".join(lines)
+
+
+def bench_table(metrics: Mapping[str, Any], label: str) -> str:
+    """Markdown, for each operator of `summary`: its goals, then the times of its rows."""
+    parts = []
+    for name, summary in metrics["summary"].items():
+        parts.append(goals_table(OPERATORS[name], summary, label))
+        if rows := [row for row in metrics["rows"] if row["operator"] == name]:
+            parts += [f"Median milliseconds of `{name}`, bf16:", times_table(rows)]
+    return "\n\n".join(parts)
+
+
+def goals_table(cases: ModuleType, summary: Mapping[str, Any], label: str) -> str:
+    """Markdown: an operator's goals at the shape they are set for, and what was measured on `label`; a dash where nothing was."""
+    lines = [f"| `{cases.NAME}`, {cases.AT} | target (H200) | {label} |", "|---|---|---|"]
+    for key, (what, target, unit) in cases.GOALS.items():
+        lines.append(f"| {what} | {target}{unit} | {_number(summary[key], '.2f' if unit == ' ×' else '.0f', unit)} |")
+    return "\n".join(lines)
+
+
+def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown: the median milliseconds of one operator, a line for each shape and pass, a column for each implementation."""
+    cells: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        width = "heads" if "heads" in row else "channels"
+        tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
+        cells.setdefault((row[width], tokens, row["passes"], row["batch"]), {})[row["implementation"]] = row
+    names = list(dict.fromkeys(name for found in cells.values() for name in found))
+    lines = [f"| {width} | T | passes | {' | '.join(names)} | share of copy | peak MiB |", "|" + "---|" * (len(names) + 5)]
+    for (size, tokens, passes, _), found in cells.items():
+        times = [_number(found[name]["median_ms"], ".3f") if name in found else "–" for name in names]
+        ours = found.get("triton", {})
+        share, peak = _number(ours.get("share_of_copy_percent"), ".0f", " %"), _number(ours.get("peak_memory_mib"), ".0f")
+        lines.append(f"| {size} | {tokens} | {passes} | {' | '.join(times)} | {share} | {peak} |")
+    return "\n".join(lines)
+
+
+def _sizes(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{printed} {row[key]}" for key, printed in SIZES.items() if key in row)
+
+
+def _spills(row: Mapping[str, Any]) -> int:
+    return row["instructions"]["LDL"] + row["instructions"]["STL"]
+
+
+def _number(value: float | None, spec: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{spec}}{unit}"

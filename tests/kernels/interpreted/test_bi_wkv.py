@@ -1,0 +1,37 @@
+"""What is Bi-WKV's own among the tests of its kernels: exponents of any size, other configs, NaN in a channel."""
+
+import pytest
+import torch
+
+from kernels.bi_wkv import bi_wkv, triton_bwd, triton_fwd
+from kernels.tools import bi_wkv_cases as cases
+from kernels.tools import check
+from kernels.tools.bi_wkv_cases import Sizes, draw
+
+
+@pytest.mark.parametrize(("decay", "keys", "limit"), [(0.3, 1.0, 1e-5), (0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4), (30.0, 1000.0, 5e-3)])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_any_sign_and_size(decay, keys, limit, sign):
+    sizes = Sizes(batch=1, tokens=30, channels=5)
+    w, *rest = draw(0, sizes, decay=decay, keys=keys)
+    inputs = [sign * w.abs(), *rest]
+    want = check.differentiate(cases, inputs, sizes, "reference")
+    with check.poisoned_memory():
+        got = check.run_kernels(cases, inputs, torch.float32, sizes)
+    errors = check.relative_errors(got, want, cases.FLOOR)
+    assert max(errors.values()) < limit, errors
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_other_configs(number):
+    sizes = Sizes(batch=1, tokens=19, channels=35)
+    configs = triton_fwd.configs()[number], triton_bwd.configs()[number]
+    default, other = (check.run_kernels(cases, draw(0, sizes), torch.float32, sizes, *chosen) for chosen in ((), configs))
+    assert max(check.relative_errors(other, default, cases.FLOOR).values()) < 2e-6
+
+
+def test_nan_fills_its_channel():
+    w, u, k, v, _ = (x.float() for x in draw(0, Sizes(batch=2, tokens=20, channels=3)))
+    k[1, 9, 2] = float("nan")
+    bad = bi_wkv(w, u, k, v, backend="triton").isnan()
+    assert bad[1, :, 2].all() and bad.sum() == 20

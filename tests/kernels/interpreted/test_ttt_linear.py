@@ -1,0 +1,210 @@
+"""What is TTT-Linear's own among the tests of its kernels: groups of chunks, strides of v, tuning, memory, and the layers that use it."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kernels import ttt_linear, ttt_linear_bidir
+from kernels.tools import check
+from kernels.tools import ttt_linear_cases as cases
+from kernels.tools.ttt_linear_cases import Sizes, arguments, draw, one_direction, small
+from kernels.ttt_linear import triton_bwd, triton_fwd
+
+
+def draw_arguments(sizes, dtype=torch.float32):
+    """The arguments of the custom op, as a layer under autocast gives them, and dout."""
+    *inputs, dout = check.cast(cases, draw(0, sizes), dtype)
+    return arguments(inputs, sizes), dout
+
+
+def assert_passes(sizes, **options):
+    row = check.compare(cases, "", sizes, "fp32", seeds=[1], **options)
+    assert row["passed"], row
+
+
+@pytest.mark.parametrize(("head_dim", "tokens", "reverse"), [(16, 150, (False,)), (32, 150, (True,)), (128, 40, (True, False))])
+def test_other_widths_and_directions(head_dim, tokens, reverse):
+    assert_passes(small(tokens, 2, head_dim=head_dim, reverse=reverse))
+
+
+def test_many_groups():
+    """Six groups of chunks: the kept states in the middle of the sequence are the ones that the backward pass starts from."""
+    assert triton_fwd.states_shape((1, 700, 2, 1, 64), 16, True)[1] == 5
+    assert_passes(small(700, 1))
+
+
+@pytest.mark.parametrize("r", [0, 1])
+def test_one_direction_of_the_public_operator(r):
+    *inputs, dout = (x.float() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16)))
+    leaves = [x.requires_grad_() for x in one_direction(inputs, r)]
+    results = []
+    for backend in ("triton", "reference"):
+        out = ttt_linear(*leaves, reverse=r == 1, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, dout[:, :, r])])
+    assert max(map(check.relative_error, *results)) < 1e-5
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministic):
+    """The launch as on a GPU, but for the tuner's clock; in torch's deterministic mode nothing is tried."""
+    kernels = {triton_fwd: triton_fwd.forward_kernel, triton_bwd: triton_bwd.backward_kernel}
+    shapes = [Sizes(batch=batch, tokens=tokens, heads=1) for batch, tokens in ((1, 20), (1, 21), (1, 40), (4, 20))]
+    want = {sizes: check.run_kernels(cases, draw(0, sizes), torch.float16, sizes) for sizes in shapes}
+    tuners = {module: triton_fwd.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64) for module, kernel in kernels.items()}
+    benchmarked = []
+    for tuner in tuners.values():
+        tuner._do_bench = lambda call, quantiles: (call(), benchmarked.append(1), [1.0, 1.0, 1.0])[-1]
+    monkeypatch.setattr(triton_fwd, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel))
+    monkeypatch.setattr(triton_fwd, "INTERPRETED", False)
+    for sizes in shapes:
+        torch.use_deterministic_algorithms(deterministic)
+        got = check.run_kernels(cases, draw(0, sizes), torch.float16, sizes)
+        torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(got[name], want[sizes][name]) for name in got)
+    buckets = 0 if deterministic else 3  # 20 and 21 share one; 40 is longer, four samples are more programs
+    assert [len(tuner.cache) for tuner in tuners.values()] == [buckets, buckets]
+    assert len(benchmarked) == buckets * sum(len(module.configs(torch.float16, 16)) for module in kernels)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 21), (1, 21), (2, 1)])
+def test_v_as_a_part_of_a_wider_projection(batch, tokens):
+    """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous v."""
+    given, dout = draw_arguments(Sizes(batch=batch, tokens=tokens, heads=3), torch.float16)
+    expected = cases.kernels(given, dout)
+    v = given[2]
+    wide = torch.randn(batch, tokens, 5, 3, 64).half()
+    wide[:, :, 3:] = v
+    part = wide[:, :, 3:]
+    assert triton_fwd.token_rows(part) == 15 or tokens == 1
+    for other in (part, v.transpose(1, 2).contiguous().transpose(1, 2), v.mT.contiguous().mT):
+        assert all(map(torch.equal, cases.kernels([*given[:2], other, *given[3:]], dout), expected))
+    assert triton_fwd.token_rows(v[:, :1].expand_as(v)) is None or tokens == 1
+
+
+def test_nan_stays_where_it_belongs():
+    """A NaN in a key reaches its own chunk's later tokens and those that are scanned after it, in its head only."""
+    given, _ = draw_arguments(Sizes(batch=1, tokens=50, heads=2))
+    given[1][0, 20, :, 1] = float("nan")
+    out, _ = triton_fwd.forward(*given, False)
+    nan = out.isnan().any(-1)[0]  # (T,R,H)
+    assert not nan[..., 0].any()
+    assert not nan[:16, 0, 1].any() and nan[32:, 0, 1].all() and not nan[34:, 1, 1].any() and nan[:18, 1, 1].all()
+
+
+def test_all_states_are_written():
+    given, _ = draw_arguments(Sizes(batch=1, tokens=300, heads=1))
+    with check.poisoned_memory():
+        _, states = triton_fwd.forward(*given, True)
+    assert states.shape == triton_fwd.states_shape(given[0].shape, 16, True) and not states.isnan().any()
+
+
+@pytest.mark.parametrize("chunk_size", triton_fwd.CHUNK_SIZES)
+@pytest.mark.parametrize("D", triton_fwd.WIDTHS)
+@pytest.mark.parametrize("T", [1, 16, 81, 196, 6400])
+def test_size_of_the_states(T, D, chunk_size):
+    """With q, k, v and lr they are at most 1.25 times q, k, v and out, in two-byte elements."""
+    B, R, H = 2, 2, 3
+    states = torch.Size(triton_fwd.states_shape((B, T, R, H, D), chunk_size, True)).numel() * 4
+    rows = B * T * R * H * D * 2
+    assert 3 * rows + B * T * H * 4 + states <= 1.25 * 4 * rows
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_memory_kept_for_the_backward_pass(directions):
+    """What autograd holds after a forward pass, each storage once, without parameters: at most 1.25 times q, k, v and out."""
+    inputs = [x.half() for x in draw(0, Sizes(batch=1, tokens=300, heads=2))[:4]] + draw(0, Sizes(batch=1, tokens=300, heads=2))[4:-1]
+    inputs = [x if i < 4 else x.float() for i, x in enumerate(inputs)]
+    leaves = [x.contiguous().requires_grad_() for x in (inputs if directions == 2 else one_direction(inputs))]
+    parameters, held = {x.untyped_storage().data_ptr() for x in leaves[4:]}, {}
+
+    def keep(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = (ttt_linear_bidir if directions == 2 else ttt_linear)(*leaves, backend="triton")
+    kept = sum(size for storage, size in held.items() if storage not in parameters)
+    assert 0 < kept <= 1.25 * 4 * out.nbytes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "chunk_size", "message"),
+    [
+        (16, 12, "chunk_size is 12, expected one of 4, 8, 16, 32, 64"),
+        (48, 16, "ttt_linear: backend 'triton': q's last axis D is 48, expected one of 16, 32, 64, 128; use auto"),
+        (256, 16, "q's last axis D is 256, expected one of 16, 32, 64, 128"),
+    ],
+)
+def test_sizes_that_the_kernels_do_not_take(head_dim, chunk_size, message):
+    sizes = Sizes(batch=1, tokens=4, heads=1, head_dim=head_dim, chunk_size=chunk_size)
+    inputs = draw(0, sizes)[:-1]
+    with pytest.raises(ValueError, match=message):
+        cases.bind(sizes)(*(x.float() for x in inputs), backend="triton")
+    assert cases.bind(sizes)(*inputs, backend="auto").isfinite().all()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_gives_the_same_bits():
+    torch.compiler.reset()
+    sizes = Sizes(batch=2, tokens=19, heads=2, head_dim=16)
+    inputs = [x.float().requires_grad_() for x in draw(0, sizes)[:-1]]
+    results = []
+    for function in (cases.bind(sizes), torch.compile(cases.bind(sizes), fullgraph=True)):
+        out = function(*inputs, backend="triton")
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert all(map(torch.equal, *results))
+
+
+def test_ddp(tmp_path):
+    """DistributedDataParallel hooks on gradients of the operator: with one process they are those of the plain layer."""
+    *tokens, _ = inputs = [x.float().requires_grad_() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16))[:-1]]
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parameters_ = torch.nn.ParameterList(x.detach().clone() for x in inputs[4:])
+
+        def forward(self, *tokens):
+            return ttt_linear_bidir(*tokens, *self.parameters_, backend="triton")
+
+    tokens = [x.detach() for x in inputs[:4]]
+    expected = torch.autograd.grad(ttt_linear_bidir(*inputs, backend="triton").square().sum(), inputs[4:])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = torch.nn.parallel.DistributedDataParallel(Layer())
+        layer(*tokens).square().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(x.grad, g) for x, g in zip(layer.parameters(), expected, strict=True))
+
+
+def test_a_layer_under_autocast():
+    """fp16 tokens, fp32 parameters and states: the result and the gradients of the torch backend, as near as fp16 products are."""
+    from repro.models.ttt_mixer import TTTMixer
+
+    torch.manual_seed(0)
+    mixer, x = TTTMixer(32, 2, 40), torch.randn(2, 40, 32)
+    results = []
+    for mixer.backend in ("triton", "torch"):
+        with torch.autocast("cpu", torch.float16):
+            assert mixer.selected_backend(torch.float16) == mixer.backend
+            out = mixer(x)
+        assert out.dtype == torch.float16
+        results.append([out.float(), *torch.autograd.grad(out.float().square().sum(), list(mixer.parameters()))])
+    assert max(map(check.relative_error, *results)) < 2e-2
+
+
+def test_a_model_runs_on_it():
+    """Vittt-nano: a ragged tail (81 tokens), both directions, the mixer's own strides; against the torch backend."""
+    from repro.models.registry import build_model
+
+    torch.manual_seed(0)
+    model = build_model("vittt_nano_patch16_144", num_classes=10, depth=2)
+    images = torch.randn(2, 3, 144, 144)
+    results = []
+    for backend in ("triton", "torch"):
+        model.set_backend(backend)
+        results.append(torch.autograd.grad(model(images).square().sum(), list(model.parameters())))
+    assert max(map(check.relative_error, *results)) < 1e-4

@@ -1,0 +1,99 @@
+"""What is Bi-WKV's own among its tests: the official tensor, exponents of any size, blocks of images and channels, NaN in a channel."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.bi_wkv import bi_wkv, torch_path
+from kernels.tools import bi_wkv_cases as cases
+from kernels.tools.bi_wkv_cases import INPUTS, Sizes, draw
+from kernels.tools.check import DTYPES, ROUNDING, cast, differentiate, poisoned_memory, relative_error, relative_errors
+
+OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_wkv.npz"
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+
+
+def errors(inputs, sizes, expected=None):
+    """Of the torch backend against the reference in fp64, by name."""
+    expected = expected or differentiate(cases, [x.double() for x in inputs], sizes, "reference")
+    with poisoned_memory():
+        return relative_errors(differentiate(cases, inputs, sizes, "torch"), expected, cases.FLOOR)
+
+
+def has_exponents(w, u, k, v):
+    (e, _), _, _ = torch_path._tokens(w, u, k, v, torch_path._memory(k, 1)[0])
+    return e is not None
+
+
+@BACKENDS
+def test_official_tensor(backend):
+    data = {name: torch.from_numpy(x) for name, x in np.load(OFFICIAL).items()}
+    out = bi_wkv(data["w_over_T"], data["u_over_T"], data["k"], data["v"], backend=backend)
+    assert relative_error(out, data["y_formula"]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 9, 81])
+def test_steep_decay_and_large_keys(tokens, dtype):
+    sizes = Sizes(batch=2, tokens=tokens, channels=5, large_decay=True)
+    inputs = cast(cases, draw(0, sizes, keys=20.0), DTYPES[dtype])
+    # exponents of up to about 2^10 are rounded to an fp32's 2^-24
+    assert all(error < 2e-4 + ROUNDING[DTYPES[dtype]] for error in errors(inputs, sizes).values())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("decay", [0.3, 30.0])
+def test_any_sign_and_size(decay, sign):
+    """Keys of a thousand and steep decay: finite, and right to what fp32 exponents of that size allow."""
+    sizes = Sizes(batch=2, tokens=70, channels=4)
+    w, u, k, v, dout = draw(0, sizes, decay=decay, keys=1000.0)
+    inputs = [sign * w.abs(), u, k.clamp(-1000, 1000), v, dout]
+    assert has_exponents(*inputs[:-1])
+    assert max(errors([x.float() for x in inputs], sizes).values()) < 5e-3
+    assert max(errors(inputs, sizes).values()) < 1e-10
+
+
+def test_exponents_are_left_out_where_they_may_be():
+    sizes = Sizes(batch=2, tokens=196, channels=4)
+    assert not has_exponents(*draw(0, sizes)[:4])
+    assert has_exponents(*draw(0, sizes, decay=3.0, keys=20.0)[:4])
+    w, u, k, v, _ = draw(0, sizes)
+    v[0, 0, 0] = 1e30
+    assert has_exponents(w, u, k, v)
+    assert bi_wkv(w, u, k, v).isfinite().all()
+
+
+def test_both_ways_agree(monkeypatch):
+    sizes = Sizes(batch=2, tokens=83, channels=4)
+    inputs = draw(0, sizes)
+    without = differentiate(cases, inputs, sizes, "torch")
+    monkeypatch.setattr(torch_path, "_POWERS", 0)
+    assert has_exponents(*inputs[:-1])
+    assert max(errors(inputs, sizes, without).values()) < 1e-12
+
+
+@pytest.mark.parametrize(("batch", "tokens", "channels", "block"), [(5, 20, 40, 2 * 2 * 20 * 40), (2, 30, 70, 64 * 32), (1, 600, 3, 2**18)])
+def test_blocks_and_chunks_join(monkeypatch, batch, tokens, channels, block):
+    """Sizes at which images and channels are cut into blocks, of unequal sizes, and at which chunks have chunks."""
+    monkeypatch.setattr(torch_path, "_BLOCK", block)
+    sizes = Sizes(batch=batch, tokens=tokens, channels=channels)
+    assert len(torch_path._blocks((batch, tokens, channels))) > 1 or tokens == 600
+    assert max(errors(draw(0, sizes), sizes).values()) < 1e-11
+
+
+@BACKENDS
+def test_from_back_to_front_it_is_the_same(backend):
+    w, u, k, v, _ = draw(0, Sizes(batch=2, tokens=19, channels=3))
+    out = bi_wkv(w, u, k, v, backend=backend)
+    assert relative_error(bi_wkv(w, u, k.flip(1), v.flip(1), backend=backend).flip(1), out) < 1e-12
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_nan_fills_its_channel(name, backend):
+    inputs = dict(zip(INPUTS, draw(0, Sizes(batch=2, tokens=20, channels=3))[:4], strict=True))
+    inputs[name][1, 9, 2] = float("nan")
+    bad = bi_wkv(**inputs, backend=backend).isnan()
+    assert bad[1, :, 2].all() and bad.sum() == 20

@@ -1,0 +1,268 @@
+"""The Triton kernels compiled for three GPUs, without a GPU, and what was recorded of it. Not for Triton's interpreter."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels import dispatch, selected_backend
+from kernels.bi_wkv import triton_bwd as wkv_bwd
+from kernels.bi_wkv import triton_fwd as wkv_fwd
+from kernels.ms_deform_attn import triton_bwd as attn_bwd
+from kernels.ms_deform_attn import triton_fwd as attn_fwd
+from kernels.selective_scan import triton_bwd as scan_bwd
+from kernels.tools import bi_wkv_cases, check, ms_deform_attn_cases, resources, selective_scan_cases, ttt_linear_cases
+from kernels.tools.operators import INTERPRETED, OPERATORS
+from kernels.ttt_linear import triton_bwd, triton_fwd
+
+RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resources.json"
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RECORD.read_text())["metrics"]
+
+
+def spills(row):
+    return row["stack_bytes"], row["instructions"]["LDL"], row["instructions"]["STL"]
+
+
+def test_they_are_compiled():
+    assert not INTERPRETED, "TRITON_INTERPRET is set: run this file without it"
+
+
+# Of the record: every kernel, size, dtype, config and target.
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_record_is_of_these_kernels(record, name):
+    changed = f"the kernels changed: run `repro kernels resources --op {name}`"
+    assert record["source_hash"][name] == resources.source_hash(OPERATORS[name]), changed
+    rows = [row for row in record["rows"] if row["operator"] == name]
+    expected = [labels for labels, _, _ in resources.planned(OPERATORS[name])]
+    assert [{key: row[key] for key in labels} for row, labels in zip(rows, expected, strict=True)] == expected
+
+
+def test_the_default_configs_in_the_record_have_no_spills(record):
+    """But for fp32 tiles and large chunks of TTT-Linear, and 255 registers that are a few too few for the scan on sm_80."""
+    rows = [row for row in record["rows"] if row["default"]]
+    large = [row for row in rows if row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)]
+    tight = [row for row in rows if (row["kernel"], row["target"]) == ("selective_scan_backward", "sm_80")]
+    assert {row["operator"] for row in rows if row not in [*large, *tight]} == set(OPERATORS)
+    assert {spills(row) for row in rows if row not in [*large, *tight]} == {(0, 0, 0)}
+    assert tight and max(row["stack_bytes"] for row in tight) <= 128
+
+
+def test_the_shared_memory_in_the_record_is_what_the_table_says(record):
+    """Of all default configs with heads of 64, only one needs more than the 99 KiB of the smallest GPUs."""
+    rows = [row for row in record["rows"] if row["operator"] == "ttt_linear" and row["default"]]
+    largest = {
+        (row["dtype"], row["config"]["chunk_size"], -(-row["shared_bytes"] // 1024)) for row in rows if row["shared_bytes"] > 99 * 1024
+    }
+    assert largest == {("fp32", 64, triton_fwd.SHARED_KIB[64, 64])}
+
+
+SOURCE = '''
+LIMIT = 3
+
+@triton.jit
+def kernel(x_ptr, BLOCK: tl.constexpr):
+    """What it does."""
+    tl.store(x_ptr, BLOCK + LIMIT)  # a remark
+
+def launch(x):
+    raise ValueError("text for people")
+'''
+
+
+def test_the_hash_is_of_what_is_compiled():
+    code = resources.jitted_code(SOURCE)
+    layout = SOURCE.replace("(x_ptr, BLOCK: tl.constexpr)", "(\n    x_ptr,\n    BLOCK: tl.constexpr,\n)").replace(
+        "LIMIT = 3", "LIMIT = (3)"
+    )
+    for same in (layout, SOURCE.replace("What it does.", "Else."), SOURCE.replace("a remark", "another"), SOURCE.replace("people", "you")):
+        assert same != SOURCE and resources.jitted_code(same) == code
+    for other in (SOURCE.replace("LIMIT = 3", "LIMIT = 4"), SOURCE.replace("BLOCK + LIMIT", "BLOCK - LIMIT"), SOURCE.replace("BLOCK", "B")):
+        assert resources.jitted_code(other) != code
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_hash_changes_with_compile_time_arguments(monkeypatch, name):
+    before, cases = resources.source_hash(OPERATORS[name]), OPERATORS[name]
+    compilations = list(cases.compilations())
+    monkeypatch.setitem(compilations[-1].constants, "GROUP", 1024)
+    monkeypatch.setattr(cases, "compilations", lambda: iter(compilations))
+    assert resources.source_hash(cases) != before
+
+
+def test_instructions_and_loops_are_read_from_a_listing():
+    listing = """
+.L_x_0:
+        /*0000*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+.L_x_1:
+        /*0010*/              @!P0 SHFL.BFLY PT, R1, R2, 0x1, 0x1f ;
+        /*0020*/             @!UP0 LDL R1, [R2] ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/              @!P2 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0060*/                   BRA `(.L_x_2) ;
+.L_x_3:
+        /*0070*/                   EXIT ;
+"""
+    names, loops = resources._instructions(listing)
+    assert names == ["BAR", "SHFL", "LDL", "BRA", "BRA", "BRA", "BRA", "EXIT"]
+    assert loops == [(0, 4), (1, 3)]
+
+
+# Every operator's candidates differ; the first one is the default.
+
+CANDIDATES = {
+    "ttt_linear": [
+        module.configs(dtype, chunk_size, width)
+        for module in (triton_fwd, triton_bwd)
+        for dtype in check.DTYPES.values()
+        for chunk_size in triton_fwd.CHUNK_SIZES
+        for width in triton_fwd.WIDTHS
+    ],
+    "bi_wkv": [wkv_fwd.configs(), wkv_bwd.configs()],
+    "ms_deform_attn": [module.configs(head_dim) for module in (attn_fwd, attn_bwd) for head_dim in (1, 5, 32, 64, 256)],
+}
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_configs_differ(name):
+    for candidates in CANDIDATES[name]:
+        assert 1 < len({str(config) for config in candidates}) == len(candidates) <= 4
+
+
+# TTT-Linear
+
+
+@pytest.mark.parametrize("target", resources.TARGETS)
+@pytest.mark.parametrize("dtype", check.DTYPES)
+@pytest.mark.parametrize("kernel", ttt_linear_cases.KERNELS)
+def test_ttt_linear_compiles_without_spills(kernel, dtype, target):
+    found = ttt_linear_cases.compilation(kernel, dtype).read(target)
+    counts = found["instructions"]
+    assert counts["BAR"] > 0 and found["loops"]  # the disassembly was read
+    if dtype == "fp32":
+        assert counts["HMMA"] == counts["HGMMA"] == 0  # ieee products
+    else:
+        assert spills(found) == (0, 0, 0) and counts["HGMMA" if target == 90 else "HMMA"] > 0
+
+
+# (D, chunk size): all kinds of tiles, the largest in two-byte elements included
+@pytest.mark.parametrize(("width", "chunk_size"), [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16), (128, 64)])
+@pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
+def test_other_sizes_of_ttt_linear_fit(kernel, width, chunk_size):
+    """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere."""
+    assert ttt_linear_cases.compilation(kernel, "bf16", chunk_size, width).read(89)["shared_bytes"] <= 99 * 1024
+
+
+@pytest.mark.parametrize(("width", "chunk_size"), [(64, 32), (128, 16)])
+def test_shared_memory_of_fp32_is_what_the_table_says(width, chunk_size):
+    """`SHARED_KIB` says which sizes need more than 99 KiB, and how much; the rest fits."""
+    found = ttt_linear_cases.compilation("ttt_linear_backward", "fp32", chunk_size, width).read(89)["shared_bytes"]
+    needed = triton_fwd.SHARED_KIB.get((width, chunk_size))
+    assert -(-found // 1024) == needed if needed else found <= 99 * 1024
+
+
+@pytest.mark.parametrize(("shared_kib", "backend"), [(99, "torch"), (163, "torch"), (227, "triton")])
+def test_sizes_that_do_not_fit_a_device_run_on_torch(monkeypatch, shared_kib, backend):
+    """An Ada, an Ampere and a Hopper card: D 128 with chunks of 32 in fp32 needs 200 KiB."""
+    card = SimpleNamespace(name="a card", major=8, minor=9, shared_memory_per_block_optin=shared_kib * 1024)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(dispatch, "triton_obstacle", dispatch.triton_obstacle.__wrapped__)
+    asked = {"head_dim": 128, "chunk_size": 32, "dtype": torch.float32}
+    assert selected_backend("auto", "cuda", **asked) == backend
+    if backend == "torch":
+        with pytest.raises(ValueError, match=f"needs 200 KiB of shared memory, the device has {shared_kib}; use auto"):
+            selected_backend("triton", "cuda", **asked)
+    card.major = 7
+    with pytest.raises(ValueError, match="q is on a card, expected an NVIDIA GPU from sm_80 on"):
+        selected_backend("triton", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "head_dim", "dtype", "backend"),
+    [(64, 128, torch.float16, "triton"), (12, 64, torch.float16, "torch"), (16, 48, torch.float32, "torch")],
+)
+def test_sizes_that_triton_does_not_take(chunk_size, head_dim, dtype, backend):
+    """Asked of a GPU that need not exist."""
+    assert selected_backend("auto", "cuda", head_dim=head_dim, chunk_size=chunk_size, dtype=dtype) == backend
+
+
+# The selective scan
+
+
+@pytest.mark.parametrize(("dtype", "target"), [*itertools.product(("fp32", "bf16"), resources.TARGETS), ("fp16", 90)])
+@pytest.mark.parametrize("kernel", ["selective_scan_forward_keeping_states", "selective_scan_backward"])
+def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
+    found = selective_scan_cases.compilation(kernel, dtype).read(target)
+    assert found["loops"] and found["shared_bytes"] <= 4096
+    if (kernel, target) == ("selective_scan_backward", 80):  # its 255 registers are a few too few
+        assert found["stack_bytes"] <= 128
+    else:
+        assert spills(found) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gate", "state_dim"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)]
+)
+def test_other_sizes_of_the_selective_scan_compile(kernel, gate, state_dim):
+    assert selective_scan_cases.compilation(f"selective_scan_{kernel}", "bf16", state_dim, gate).read(90)["registers"] <= 255
+
+
+def test_sums_of_the_selective_scan_take_few_shuffles():
+    """Forward, a thread has all states of its channel: a few shuffles exchange the layout of loaded rows. Backward, a token has three
+    sums over states, two steps for each of four values a thread, and two over channels, three steps each.
+    """
+    forward, backward = (selective_scan_cases.compilation(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward"))
+    assert forward["loops"][0]["SHFL"] <= 8
+    assert max(loop["SHFL"] for loop in backward["loops"]) == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
+
+
+# Bi-WKV: every dtype and every target, the most used pair with every kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "target"),
+    [("forward", "bf16", 90), ("forward_keeping_states", "fp16", 80), ("backward", "bf16", 90), ("backward", "fp32", 89)],
+)
+def test_bi_wkv_compiles_without_spills(kernel, dtype, target):
+    found = bi_wkv_cases.compilation(f"bi_wkv_{kernel}", dtype).read(target)
+    assert found["loops"] and spills(found) == (0, 0, 0)
+    assert found["registers"] <= 128 and found["shared_bytes"] == 0
+    # a channel is one thread's: nothing passes between threads but the one decision at the start
+    assert sum(loop[kind] for loop in found["loops"] for kind in ("BAR", "SHFL")) == 0
+
+
+@pytest.mark.parametrize("module", [wkv_fwd, wkv_bwd])
+def test_bi_wkv_gives_a_channel_to_a_thread(module):
+    assert all(config.kwargs["BLOCK_C"] == 32 * config.num_warps for config in module.configs())
+
+
+# Deformable attention: the widths of the ViT-Adapters, the widest that there may be, and one that is no power of two
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "target", "head_dim"),
+    [
+        ("forward", "bf16", 90, 32),
+        ("forward", "fp32", 80, 256),
+        ("backward_points", "bf16", 90, 64),
+        ("backward_points", "fp32", 89, 32),
+        ("backward_value", "bf16", 90, 32),
+        ("backward_value", "fp16", 80, 48),
+    ],
+)
+def test_deformable_attention_compiles_without_spills(kernel, dtype, target, head_dim):
+    found = ms_deform_attn_cases.compilation(f"ms_deform_attn_{kernel}", dtype, head_dim).read(target)
+    assert len(found["loops"]) == (2 if kernel == "backward_value" else 3)  # one for each stretch of the order, or for each level
+    assert spills(found) == (0, 0, 0)
+    assert found["registers"] <= 128 and found["shared_bytes"] <= 2048

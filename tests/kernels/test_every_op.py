@@ -1,0 +1,356 @@
+"""What holds for every operator of `kernels.tools.operators`, on the backend that runs here: `torch`, or under Triton's interpreter `triton`.
+
+`test_interpreted.py` runs this file a second time with TRITON_INTERPRET=1. A new operator is tested here once its cases are listed.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels.tools import check
+from kernels.tools.bench import BOTH_PASSES, FORWARD
+from kernels.tools.operators import INTERPRETED, OPERATORS
+
+BACKEND = "triton" if INTERPRETED else "torch"
+# the highest precision that the backend has, for gradients that are compared
+EXACT = torch.float32 if INTERPRETED else torch.float64
+BACKENDS = pytest.mark.parametrize("backend", [BACKEND] if INTERPRETED else ["torch", "reference"])
+# what lies around the backends is the same for all of them, and the interpreter is slow
+once = pytest.mark.skipif(INTERPRETED, reason="tested on the torch backend, and the same for every backend")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="a limit of Triton's interpreter: TRITON_INTERPRET=1")
+
+
+@pytest.fixture(params=OPERATORS)
+def cases(request):
+    return OPERATORS[request.param]
+
+
+def draw(cases, dtype=EXACT, sizes=None, seed=0):
+    """The inputs as leaves and dout, as a layer has them under autocast to `dtype`, fp32 or fp64; see `check.cast`."""
+    *inputs, dout = check.cast(cases, cases.draw(seed, sizes or cases.SMALL), dtype)
+    return [x.requires_grad_() for x in inputs], dout
+
+
+def differentiate(function, inputs):
+    out = function(*inputs)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+def operator(cases, backend=BACKEND, sizes=None):
+    function = cases.bind(sizes or cases.SMALL)
+    return lambda *inputs: function(*inputs, backend=backend)
+
+
+def assert_equal(results, expected):
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def every_size(cases):
+    """Ragged and special sizes; for the interpreter, which is slow, every length with the other sizes in turn."""
+    ragged = [sizes for i, sizes in enumerate(cases.ragged(True)) if not INTERPRETED or i % 4 in (0, 3)]
+    return [*ragged, *(sizes for _, sizes in cases.variants()), *([] if INTERPRETED else [cases.TYPICAL])]
+
+
+EVERY_SIZE = [
+    pytest.param(cases, sizes, id=f"{cases.NAME}-{i}") for cases in OPERATORS.values() for i, sizes in enumerate(every_size(cases))
+]
+
+
+@pytest.mark.parametrize(("cases", "sizes"), EVERY_SIZE)
+def test_output_and_every_gradient_against_fp64(cases, sizes):
+    """At ragged sizes and the special ones, in every dtype, with allocations full of NaN; results have the dtypes of the inputs."""
+    if INTERPRETED:
+        rows = [check.compare(cases, "", sizes, dtype, seeds=[0]) for dtype in ("fp32", "fp16")]
+        assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
+        return
+    inputs, want = check.draw_case(cases, sizes, 0)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        given = check.cast(cases, inputs, dtype)
+        with check.poisoned_memory():
+            got = check.differentiate(cases, given, sizes, "torch")
+        errors = check.relative_errors(got, want, cases.FLOOR)
+        own = {name: 1e-9 if dtype == torch.float64 else cases.limit(name, torch.float32, sizes) for name in errors}
+        limits = {name: own[name] + (check.ROUNDING[dtype] if got[name].dtype == dtype else 0.0) for name in errors}
+        assert check.judge(errors, limits)["passed"], (dtype, errors, limits)
+        assert [x.dtype for x in got.values()] == [dtype, *(x.dtype for x in given[:-1])]
+
+
+def test_memory_is_poisoned():
+    with check.poisoned_memory():
+        x = torch.zeros(3)
+        assert all(y.isnan().all() for y in (torch.empty(3), torch.empty_like(x), x.new_empty(3), torch.empty_strided((3,), (1,))))
+
+
+@once
+@BACKENDS
+def test_gradcheck(cases, backend):
+    inputs, _ = draw(cases)
+    assert torch.autograd.gradcheck(operator(cases, backend), inputs, fast_mode=True)
+
+
+def test_opcheck(cases):
+    inputs, _ = draw(cases)
+    detached = [x.detach() for x in inputs]
+    op, keep = cases.op.CUSTOM_OP, bool(cases.op.CUSTOM_OP.kept)
+    arguments = cases.arguments(detached, cases.SMALL)
+    torch.library.opcheck(op.forward, (*cases.arguments(inputs, cases.SMALL), BACKEND, *[True] * keep))
+    torch.library.opcheck(op.forward, (*arguments, BACKEND, *[False] * keep))
+    results = op.forward(*arguments, BACKEND, *[True] * keep)
+    results = dict(zip(("out", "states"), results, strict=True)) if keep else {"out": results}
+    torch.library.opcheck(op.backward, (results["out"], *(results[name] for name in op.kept), *arguments, BACKEND))
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=once)])
+def test_compiles_to_one_graph(cases, dynamic):
+    torch.compiler.reset()
+    function = operator(cases)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    inputs, _ = draw(cases, torch.float32)
+    for given in (inputs, draw(cases, torch.float32, dataclasses.replace(cases.SMALL, batch=5))[0]):
+        assert_equal(differentiate(compiled, given), differentiate(function, given))
+    with torch.inference_mode():
+        assert torch.equal(compiled(*inputs), function(*inputs))
+
+
+@once
+def test_exports_without_the_custom_op(cases):
+    """With the reference backend, to a graph of plain operations."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, *inputs):
+            return operator(cases, "reference")(*inputs)
+
+    inputs = tuple(x.detach() for x in draw(cases, torch.float32)[0])
+    exported = torch.export.export(Layer(), inputs)
+    assert not any(str(node.target).startswith("vision_ttt") for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(*inputs), Layer()(*inputs))
+
+
+@BACKENDS
+def test_autocast_does_not_reach_inside(cases, backend):
+    inputs, _ = draw(cases, torch.float32)
+    function = operator(cases, backend)
+    out = function(*inputs)
+    expected = torch.autograd.grad(out.square().sum(), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = function(*inputs)
+    # autograd's own operations follow an autocast that is on during the backward pass; the operator does not
+    with torch.autocast("cpu", torch.bfloat16, enabled=backend != "reference"):
+        gradients = torch.autograd.grad(under.square().sum(), inputs)
+    assert_equal((under, *gradients), (out, *expected))
+
+
+def test_low_precision_activations_under_autocast(cases):
+    """As a layer gives them: activations in fp16, parameters in fp32; each gradient has the dtype of its input."""
+    inputs, _ = draw(cases, torch.float16)
+    function = operator(cases)
+    expected = differentiate(function, inputs)
+    with torch.autocast("cpu", torch.float16):
+        out = function(*inputs)
+        gradients = torch.autograd.grad(out.square().sum(), inputs)
+    assert_equal((out, *gradients), expected)
+    low = {name for name, x in zip(cases.INPUTS, inputs, strict=True) if x.dtype == torch.float16}
+    assert out.dtype == torch.float16 and low == set(cases.ACTIVATIONS)
+    assert [x.dtype for x in gradients] == [x.dtype for x in inputs]
+
+
+def test_parameters_in_low_precision(cases):
+    """They give what fp32 parameters of the same values give, with gradients in their own dtype."""
+    low = [x.detach().half() for x in draw(cases)[0]]
+    as_fp32 = [
+        x.requires_grad_() if name in cases.ACTIVATIONS else x.float().requires_grad_() for name, x in zip(cases.INPUTS, low, strict=True)
+    ]
+    low = [x.clone().requires_grad_() for x in low]
+    results, expected = (differentiate(operator(cases), given) for given in (low, as_fp32))
+    assert {x.dtype for x in results} == {torch.float16}
+    assert_equal(results, [x.half() for x in expected])
+
+
+@once
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(cases, reentrant):
+    inputs, _ = draw(cases)
+    _, *expected = differentiate(operator(cases), inputs)
+    checkpoint(operator(cases), *inputs, use_reentrant=reentrant).square().sum().backward()
+    assert_equal([x.grad for x in inputs], expected)
+
+
+@once
+def test_only_the_gradients_that_are_wanted(cases):
+    inputs, _ = draw(cases)
+    _, *expected = differentiate(operator(cases), inputs)
+    for i, gradient in enumerate(expected):
+        some = [x.detach().clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
+        operator(cases)(*some).square().sum().backward()
+        assert [x.grad is not None for x in some] == [i == j for j in range(len(inputs))]
+        assert torch.equal(some[i].grad, gradient)
+    assert not operator(cases)(*(x.detach() for x in inputs)).requires_grad
+
+
+def test_without_a_gradient_nothing_is_kept(cases):
+    """And the output is the same."""
+    op = cases.op.CUSTOM_OP
+    if not op.kept:
+        pytest.skip("it never keeps anything but its inputs")
+    inputs, _ = draw(cases, torch.float32, cases.ragged(True)[-1])
+    arguments = cases.arguments([x.detach() for x in inputs], cases.ragged(True)[-1])
+    (kept, _), (out, states) = (op.forward(*arguments, BACKEND, keep) for keep in (True, False))
+    assert torch.equal(out, kept) and states.numel() == 0
+
+
+@once
+def test_the_second_derivative_is_refused(cases):
+    inputs, _ = draw(cases)
+    leading = inputs[cases.INPUTS.index(cases.op.CUSTOM_OP.leading)]
+    (gradient,) = torch.autograd.grad(operator(cases)(*inputs).square().sum(), leading, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{cases.NAME}: this backend has no second derivative; backend='reference' has one"):
+        gradient.sum().backward()
+    (gradient,) = torch.autograd.grad(operator(cases, "reference")(*inputs).square().sum(), leading, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@once
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flops_are_those_of_the_sizes(cases, device):
+    """`test_bench.py` has the counts by hand. On the meta device there is neither memory nor arithmetic."""
+    inputs = [x.detach().to(device).requires_grad_() for x in draw(cases)[0]]
+    with FlopCounterMode(display=False) as counter:
+        out = operator(cases)(*inputs)
+    assert counter.get_total_flops() == cases.SMALL.flop(FORWARD)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == cases.SMALL.flop(BOTH_PASSES) - cases.SMALL.flop(FORWARD)
+
+
+def test_two_runs_give_the_same_bits(cases):
+    inputs, _ = draw(cases, torch.float32, None if INTERPRETED else cases.TYPICAL)
+    function = operator(cases, sizes=None if INTERPRETED else cases.TYPICAL)
+    assert_equal(differentiate(function, inputs), differentiate(function, inputs))
+
+
+LAYOUTS = {
+    "a part of wider rows": lambda x: torch.stack([x, -x], -1)[..., 0],
+    "transposed": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "every second of more rows": lambda x: x.repeat_interleave(2, 0)[::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_are_left_alone_and_may_be_strided(cases, layout):
+    """They give what their contiguous copies give, and so does a dout in that layout."""
+    inputs, dout = draw(cases)
+    strided = [LAYOUTS[layout](x.detach()) for x in (*inputs, dout)]
+    plain, before = ([x.clone(memory_format=torch.contiguous_format) for x in strided] for _ in range(2))
+    results, expected = (check.differentiate(cases, given, cases.SMALL, BACKEND) for given in (strided, plain))
+    for name in expected:
+        torch.testing.assert_close(results[name], expected[name], msg=name)
+    assert_equal(strided, before)
+
+
+def per_image(cases):
+    """Of each input, whether its first axis is the images'; else the images share it."""
+    shapes = [[x.shape for x in draw(cases, sizes=dataclasses.replace(cases.SMALL, batch=batch))[0]] for batch in (2, 3)]
+    return [a != b for a, b in zip(*shapes, strict=True)]
+
+
+@BACKENDS
+def test_nan_stays_in_its_image(cases, backend):
+    """In one image's input it fills no other image's output, and reaches that image's own; in a parameter it reaches the output."""
+    inputs = [x.detach() for x in draw(cases)[0]]
+    expected = operator(cases, backend)(*inputs)
+    for i, (name, own) in enumerate(zip(cases.INPUTS, per_image(cases), strict=True)):
+        bad = inputs[i].clone()
+        bad[1 if own else ...] = float("nan")
+        out = operator(cases, backend)(*inputs[:i], bad, *inputs[i + 1 :])
+        assert out[1].isnan().any(), name
+        if own:
+            torch.testing.assert_close(out[0], expected[0], msg=name)
+
+
+@BACKENDS
+def test_one_image_alone_is_as_among_others(cases, backend):
+    inputs = [x.detach() for x in draw(cases)[0]]
+    alone = [x[1:2] if own else x for x, own in zip(inputs, per_image(cases), strict=True)]
+    torch.testing.assert_close(operator(cases, backend)(*alone), operator(cases, backend)(*inputs)[1:2])
+
+
+def test_choice_of_a_backend(cases):
+    select, leading = cases.select, cases.op.CUSTOM_OP.leading
+    assert select("auto", cases.SMALL, torch.float32, "cpu") == "torch"  # also under the interpreter, which is slow
+    assert select("torch", cases.SMALL, torch.float32, torch.device("cpu")) == "torch"
+    assert select("reference", cases.SMALL, torch.float32, "cpu") == "reference"
+    with pytest.raises(ValueError, match="'tritno', expected one of auto, triton, torch, reference"):
+        select("tritno", cases.SMALL, torch.float32, "cpu")
+    if INTERPRETED:
+        assert select("triton", cases.SMALL, torch.float32, "cpu") == "triton"
+        return
+    with pytest.raises(ValueError, match=f"'triton': {leading} is on cpu, expected a CUDA device .*; use auto, torch or reference"):
+        select("triton", cases.SMALL, torch.float32, "cpu")
+    # asked of a GPU that need not exist
+    for dtype, backend in ((torch.bfloat16, "triton"), (torch.float16, "triton"), (torch.float32, "triton"), (torch.float64, "torch")):
+        assert select("auto", cases.TYPICAL, dtype, "cuda") == backend
+        assert select("torch", cases.TYPICAL, dtype, "cuda") == "torch"
+
+
+@once
+def test_shapes_on_a_gpu_that_need_not_exist(cases):
+    """Fake tensors on CUDA: shapes, dtypes and device of results and gradients, without running anything."""
+    op, keep = cases.op.CUSTOM_OP, bool(cases.op.CUSTOM_OP.kept)
+    *inputs, dout = check.cast(cases, cases.draw(0, cases.TYPICAL), torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [x.to("cuda") for x in inputs]
+        arguments = cases.arguments(inputs, cases.TYPICAL)
+        results = op.forward(*arguments, "auto", *[True] * keep)
+        results = dict(zip(("out", "states"), results, strict=True)) if keep else {"out": results}
+        gradients = op.backward(results["out"], *(results[name] for name in op.kept), *arguments, "auto")
+    assert {x.device.type for x in (*results.values(), *gradients)} == {"cuda"}
+    assert (results["out"].shape, results["out"].dtype) == (dout.shape, torch.bfloat16)
+    assert not keep or results["states"].dtype == torch.float32
+    assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
+
+
+def wrong_arguments(cases):
+    """(what is changed, the changed inputs and backend, the error, the message) for each mistake that any operator can be given."""
+    inputs = {name: x.detach() for name, x in zip(cases.INPUTS, draw(cases, torch.float32)[0], strict=True)}
+    leading = cases.op.CUSTOM_OP.leading
+    lead = inputs[leading]
+    yield "dtype of the leading one", {leading: lead.long()}, TypeError, f"{leading} is torch.int64, expected one of fp64, fp32, bf16, fp16"
+    yield "rank of the leading one", {leading: lead[0]}, ValueError, f"{leading} has shape {tuple(lead.shape[1:])}, expected (B,"
+    yield "nothing in it", {leading: lead[:0]}, ValueError, "with every size at least 1"
+    yield "backend", {"backend": "cuda"}, ValueError, "backend is 'cuda', expected one of auto, triton, torch, reference"
+    yield "triton on the CPU", {"backend": "triton"}, ValueError, f"backend 'triton': {leading} is on cpu, expected a CUDA device"
+    for name, x in inputs.items():
+        yield f"{name} no tensor", {name: 0.5}, TypeError, f"{name} is float, expected a tensor"
+        if name == leading:
+            continue
+        shape = (len(x) + 1, *x.shape[1:])
+        yield f"shape of {name}", {name: x.new_zeros(shape)}, ValueError, f"{name} has shape {shape}, expected "
+        yield f"fp64 {name}", {name: x.double()}, TypeError, f"{name} is fp64, expected fp32 beside {leading} in fp32"
+        yield f"fp16 {name}", {name: x.half()}, TypeError, f"{name} is fp16, expected fp32 beside {leading} in fp32"
+        yield f"device of {name}", {name: x.to("meta")}, ValueError, f"{name} is on meta, expected {leading}'s device cpu"
+
+
+@once
+def test_wrong_arguments(cases):
+    """One line that names the operator, the argument, what it is and what is expected."""
+    inputs = dict(zip(cases.INPUTS, (x.detach() for x in draw(cases, torch.float32)[0]), strict=True))
+    for what, changed, error, message in wrong_arguments(cases):
+        given = inputs | {"backend": BACKEND} | changed
+        with pytest.raises(error) as caught:
+            cases.bind(cases.SMALL)(*(given[name] for name in cases.INPUTS), backend=given["backend"])
+        text = str(caught.value)
+        assert message in text and "\n" not in text, (what, text)
+        assert what == "backend" or text.startswith(cases.NAME), (what, text)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes_that_the_interpreted_kernels_do_not_take(cases, dtype):
+    inputs, leading = draw(cases, dtype)[0], cases.op.CUSTOM_OP.leading
+    with pytest.raises(ValueError, match=f"{cases.NAME}: .*{leading} is {dtype}.*; use auto, torch or reference"):
+        operator(cases)(*inputs)

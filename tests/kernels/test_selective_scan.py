@@ -1,0 +1,141 @@
+"""What is the selective scan's own among its tests: the official release's tensors, the gate, tiles, large steps, its errors."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.selective_scan import selective_scan, selective_scan_bidir, torch_path
+from kernels.selective_scan.op import CUSTOM_OP
+from kernels.tools import selective_scan_cases as cases
+from kernels.tools.check import differentiate, relative_error, relative_errors
+from kernels.tools.selective_scan_cases import INPUTS, Sizes, draw, one_direction
+
+OFFICIAL = Path(__file__).parents[1] / "data" / "vim_scan.npz"
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+
+
+def assert_near_reference(sizes, inputs=None, limit=1e-9):
+    inputs = inputs or draw(0, sizes)
+    exact = differentiate(cases, [x.double() for x in inputs], sizes, "reference")
+    errors = relative_errors(differentiate(cases, inputs, sizes, "torch"), exact)
+    assert max(errors.values()) < limit, errors
+
+
+@BACKENDS
+def test_official_release(backend):
+    data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items()}
+    inputs = [data[name].mT if name in ("u", "delta", "B", "C", "z") else data[name] for name in INPUTS]
+    assert relative_error(selective_scan(*inputs, backend=backend), data["out"].mT) < 1e-6
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("state_dim", [1, 5, 16])
+def test_one_direction_and_no_gate(state_dim, reverse, gate):
+    *inputs, dout = draw(0, Sizes(batch=2, tokens=23, channels=7, state_dim=state_dim))
+    inputs, dout = one_direction(inputs), dout[:, :, 0]
+    if not gate:
+        inputs[INPUTS.index("z")] = None
+    leaves = [x for x in inputs if x is not None]
+    results = []
+    for backend in ("torch", "reference"):
+        out = selective_scan(*(x if x is None else x.requires_grad_() for x in inputs), reverse=reverse, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert max(map(relative_error, *results)) < 1e-10
+
+
+def test_opcheck_without_a_gate():
+    """The gradient of a gate that is not there is an empty tensor."""
+    *inputs, _ = draw(0, Sizes(batch=1, tokens=11, channels=4, state_dim=3))
+    inputs[INPUTS.index("z")] = None
+    leaves = [x if x is None else x.clone().requires_grad_() for x in inputs]
+    torch.library.opcheck(CUSTOM_OP.forward, (*leaves, [False, True], "torch", True))
+    out, states = CUSTOM_OP.forward(*inputs, [False, True], "torch", True)
+    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *inputs, [False, True], "torch"))
+    assert CUSTOM_OP.backward(out, states, *inputs, [False, True], "torch")[INPUTS.index("z")].numel() == 0
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 100), (5, 23), (3, 16)], ids=["tiles", "blocks", "one even tile"])
+def test_tiles_and_blocks_join(monkeypatch, batch, tokens):
+    """Sizes at which the tokens are cut into tiles, and the batch into blocks, of unequal lengths."""
+    monkeypatch.setattr(torch_path, "_MIN_TOKENS", 4)
+    monkeypatch.setattr(torch_path, "_TILE_ELEMENTS", 2 * 8 * 16 * 2 * 8)
+    monkeypatch.setattr(torch_path, "_STEP_ELEMENTS", 2 * 8 * 16 * 2)
+    assert torch_path.states_shape((batch, tokens, 2, 8), 16, True)[0] > 0
+    assert_near_reference(Sizes(batch=batch, tokens=tokens, channels=8))
+
+
+def test_tiles_join_at_the_sizes_that_run():
+    """T and E of Vim-T at 224 pixels, both directions with the parameters that they start with: several tiles as the module cuts them."""
+    u, delta, _, B, C, D, z, _, _ = draw(0, Sizes(batch=1, tokens=197, channels=384))
+    A = -torch.arange(1.0, 17).expand(2, 384, 16)
+    bias = torch.stack([torch.linspace(-6.9, -2.2, 384), torch.zeros(384)])
+    inputs = [x.float() for x in (u, 0.3 * delta, A, B, C, D, z, bias)]
+    assert torch_path.states_shape(u.shape, 16, True)[0] > 0
+    out = selective_scan_bidir(*inputs, backend="torch")
+    assert relative_error(out, selective_scan_bidir(*(x.double() for x in inputs), backend="reference")) < 1e-5
+
+
+def test_memory_is_that_of_activations():
+    """The kept states of Vim-T, -S and -B are at most one activation (B,T,2,E) in the compute dtype."""
+    for E in (384, 768, 1536):
+        for T in (197, 1025, 6401):
+            states = torch.Size(torch_path.states_shape((8, T, 2, E), 16, True)).numel()
+            assert 0 < states <= 8 * T * 2 * E
+
+
+def test_large_steps_and_rates_neither_overflow_nor_vanish():
+    """Δ to 60, A to −16: decays of e^−960 and none at all, side by side."""
+    sizes = Sizes(batch=1, tokens=40, channels=6)
+    inputs = dict(zip((*INPUTS, "dout"), (x.float() for x in draw(0, sizes)), strict=True))
+    inputs["delta"], inputs["A"] = 20 * inputs["delta"], 5 * inputs["A"]
+    assert_near_reference(sizes, list(inputs.values()), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softplus(dtype):
+    """To the relative accuracy of e^−|x| with a rounded exponent, also where it is small."""
+    x = torch.linspace(-80, 80, 3201, dtype=dtype)
+    expected = F.softplus(x.double(), threshold=1000)
+    ours = torch_path._softplus(x, torch.empty_like(x), torch.empty_like(x)).double()
+    assert ((ours / expected - 1).abs() <= torch.finfo(dtype).eps * (2 + x.double().abs())).all()
+
+
+@BACKENDS
+def test_both_directions_are_two_single_calls(backend):
+    inputs = draw(0, Sizes(batch=2, tokens=19, channels=8))[:-1]
+    out = selective_scan_bidir(*inputs, backend=backend)
+    for r in (0, 1):
+        assert relative_error(out[:, :, r], selective_scan(*one_direction(inputs, r), reverse=r == 1, backend=backend)) < 1e-12
+    assert relative_error(out[:, :, 0], out[:, :, 1]) > 1e-2
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["u", "delta", "B", "C", "z"])
+def test_nan_goes_forward_only(name, backend):
+    """From a token to all that follow it (C and z: to its own output), and to none before it."""
+    inputs = dict(zip(INPUTS, one_direction(draw(0, Sizes(batch=1, tokens=20, channels=3))[:-1]), strict=True))
+    inputs[name][0, 9] = float("nan")
+    bad = selective_scan(*inputs.values(), backend=backend).isnan().all(-1).flatten()
+    assert bad[9] and not bad[:9].any()
+    assert bad[10:].all() if name in ("u", "delta", "B") else not bad[10:].any()
+
+
+def test_wrong_arguments():
+    inputs = [x.float() for x in draw(0, Sizes(batch=1, tokens=6, channels=4, state_dim=3))[:-1]]
+    one = dict(zip(INPUTS, one_direction(inputs), strict=True))
+    with pytest.raises(TypeError, match="selective_scan: reverse is 1, expected True or False"):
+        selective_scan(*one.values(), reverse=1)
+    with pytest.raises(ValueError, match=r"u has shape \(6, 4\), expected \(B,T,E\)"):
+        selective_scan(**one | {"u": one["u"][0]})
+    with pytest.raises(ValueError, match=r"A has shape \(4,\), expected \(E,N\) with N at least 1"):
+        selective_scan(**one | {"A": one["A"][:, 0]})
+    with pytest.raises(ValueError, match=r"C has shape \(1, 6, 4\), expected \(1, 6, 3\) beside u \(1, 6, 4\) and N 3"):
+        selective_scan(**one | {"C": one["u"]})
+    with pytest.raises(ValueError, match=r"u has shape \(1, 6, 1, 4\), expected \(B,T,2,E\)"):
+        selective_scan_bidir(inputs[0][:, :, :1], *inputs[1:])
+    with pytest.raises(ValueError, match=r"A has shape \(4, 3\), expected \(2,E,N\) with N at least 1"):
+        selective_scan_bidir(*inputs[:2], inputs[2][0], *inputs[3:])

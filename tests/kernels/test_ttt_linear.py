@@ -1,0 +1,144 @@
+"""What is TTT-Linear's own among its tests: the official release's tensors, directions, chunks and segments, its FLOPs, its errors."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels import ttt_linear, ttt_linear_bidir
+from kernels.tools import ttt_linear_cases as cases
+from kernels.tools.check import differentiate, relative_error, relative_errors
+from kernels.tools.ttt_linear_cases import INPUTS, Sizes, draw, one_direction
+from kernels.ttt_linear import torch_path
+
+OFFICIAL = Path(__file__).parents[1] / "data" / "ttt_linear.npz"
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+
+
+def draw_one(tokens, chunk_size, heads=2, batch=2):
+    """The nine arguments of `ttt_linear`, fp64, of heads of 8."""
+    return one_direction(draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=8, chunk_size=chunk_size))[:-1])
+
+
+def assert_near_reference(sizes, limit=1e-9):
+    inputs = draw(0, sizes)
+    errors = relative_errors(differentiate(cases, inputs, sizes, "torch"), differentiate(cases, inputs, sizes, "reference"))
+    assert max(errors.values()) < limit, errors
+
+
+@BACKENDS
+@pytest.mark.parametrize("case", ["b", "c"])
+def test_official_release(case, backend):
+    data = {key[2:]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items() if key.startswith(f"{case}.")}
+    inputs = [data[name].requires_grad_() for name in INPUTS]
+    out = ttt_linear(*inputs, chunk_size=int(data["chunk"]), backend=backend)
+    results = dict(zip(INPUTS, torch.autograd.grad(out, inputs, data["cot"]), strict=True)) | {"out": out}
+    errors = relative_errors(results, {"out": data["out"]} | {name: data[f"d{name}"] for name in INPUTS})
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 16, 23, 40])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
+def test_one_direction_and_any_chunk_size(chunk_size, reverse):
+    assert_near_reference(Sizes(batch=2, tokens=23, heads=2, head_dim=8, chunk_size=chunk_size, reverse=(reverse,)))
+
+
+@pytest.mark.parametrize(("batch", "tokens", "chunk_size"), [(1, 403, 4), (1, 150, 1), (11, 70, 16)], ids=["segments", "chunk 1", "blocks"])
+def test_segments_and_blocks_join(monkeypatch, batch, tokens, chunk_size):
+    """Sizes at which the scan is cut into segments, and the batch into blocks, of unequal lengths."""
+    monkeypatch.setattr(torch_path, "_SEGMENT_ROWS", 512)
+    monkeypatch.setattr(torch_path, "_SEGMENT_TOKENS", 10)
+    monkeypatch.setattr(torch_path, "_BLOCK_GROUPS", 20)
+    assert torch_path.states_shape((batch, tokens, 2, 2, 8), chunk_size, True)[0] > 0
+    assert_near_reference(Sizes(batch=batch, tokens=tokens, heads=2, head_dim=8, chunk_size=chunk_size))
+
+
+def test_segments_join_at_the_sizes_that_run():
+    """T and H of Vittt-T at 640×640 pixels: several segments with the module's own constants."""
+    sizes = Sizes(batch=1, tokens=1600, heads=3)
+    inputs = draw(0, sizes)[:-1]
+    assert torch_path.states_shape(inputs[0].shape, 16, True)[0] > 0
+    out = ttt_linear_bidir(*(x.float() for x in inputs), backend="torch")
+    assert relative_error(out, ttt_linear_bidir(*inputs, backend="reference")) < 1e-5
+
+
+@BACKENDS
+def test_scanning_backward_is_flipping(backend):
+    inputs = draw_one(19, 4)
+    flipped = [*(x.flip(1) for x in inputs[:4]), *inputs[4:]]
+    back = ttt_linear(*inputs, chunk_size=4, reverse=True, backend=backend)
+    assert relative_error(back, ttt_linear(*flipped, chunk_size=4, backend=backend).flip(1)) < 1e-12
+    assert relative_error(back, ttt_linear(*inputs, chunk_size=4, backend=backend)) > 1e-2
+
+
+@BACKENDS
+def test_both_directions_are_two_single_calls(backend):
+    inputs = draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=8, chunk_size=4))[:-1]
+    out = ttt_linear_bidir(*inputs, chunk_size=4, backend=backend)
+    for r in (0, 1):
+        single = ttt_linear(*one_direction(inputs, r), chunk_size=4, reverse=r == 1, backend=backend)
+        assert relative_error(out[:, :, r], single) < 1e-12
+
+
+def test_future_tokens_change_nothing():
+    """Causality in scan order, across the ends of chunks and segments."""
+    inputs = draw_one(40, 4, heads=1, batch=1)
+    out = ttt_linear(*inputs, chunk_size=4, backend="torch")
+    for cut in (1, 6, 32, 39):
+        changed = [torch.cat([x[:, :cut], -3 * x[:, cut:]], 1) for x in inputs[:3]]
+        torch.testing.assert_close(ttt_linear(*changed, *inputs[3:], chunk_size=4, backend="torch")[:, :cut], out[:, :cut])
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["q", "k", "v", "lr"])
+def test_nan_goes_forward_only(name, backend):
+    """From a token to all that follow its chunk (q: to its own output), and to nothing before its chunk."""
+    inputs = dict(zip(INPUTS, draw_one(20, 4, heads=1, batch=1), strict=True))
+    inputs[name][0, 9] = float("nan")
+    bad = ttt_linear(*inputs.values(), chunk_size=4, backend=backend).isnan().all(-1).flatten()
+    assert bad[9] and not bad[:8].any()
+    assert bad[12:].all() if name != "q" else not bad[12:].any()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "and backward"])
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(32, 16), (37, 16), (5, 8)], ids=["even", "ragged", "one short chunk"])
+def test_flops_equal_those_of_the_reference(tokens, chunk_size, backward):
+    """PyTorch counts the matrix products that the reference and autograd run."""
+    inputs = [x.requires_grad_() for x in draw(0, Sizes(batch=2, tokens=tokens, heads=3, head_dim=8, chunk_size=chunk_size))[:-1]]
+    counts = []
+    for backend in ("torch", "reference"):
+        with FlopCounterMode(display=False) as counter:
+            out = ttt_linear_bidir(*inputs, chunk_size=chunk_size, backend=backend)
+            if backward:
+                out.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+WRONG = {
+    "rank of q": ({"q": torch.zeros(1, 6, 8)}, ValueError, r"q has shape \(1, 6, 8\), expected \(B,T,H,D\)"),
+    "token_scale": ({"chunk_size": 5}, ValueError, r"token_scale has shape \(4,\), expected \(5,\) beside .* and chunk_size 5"),
+    "chunk_size 0": ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected at least 1"),
+    "chunk_size of another type": ({"chunk_size": 4.0}, TypeError, "chunk_size is 4.0, expected an integer"),
+    "eps": ({"eps": 0.0}, ValueError, "eps is 0.0, expected a number above 0"),
+    "reverse": ({"reverse": 1}, TypeError, "reverse is 1, expected True or False"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    changed, error, message = WRONG[case]
+    arguments = dict(zip(INPUTS, (x.float() for x in draw_one(6, 4)), strict=True)) | {"chunk_size": 4} | changed
+    with pytest.raises(error, match=message):
+        ttt_linear(**arguments)
+
+
+def test_bidir_wants_two_directions():
+    inputs = draw(0, Sizes(batch=1, tokens=6, heads=2, head_dim=4, chunk_size=4))[:-1]
+    with pytest.raises(ValueError, match=r"q has shape \(1, 6, 1, 2, 4\), expected \(B,T,2,H,D\)"):
+        ttt_linear_bidir(inputs[0][:, :, :1], *inputs[1:], chunk_size=4)
+    with pytest.raises(ValueError, match=r"token_scale has shape \(4,\), expected \(2, 4\)"):
+        ttt_linear_bidir(*inputs[:4], inputs[4][0], *inputs[5:], chunk_size=4)
