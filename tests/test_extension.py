@@ -12,18 +12,25 @@ import yaml
 ROOT = Path(__file__).parents[1]
 
 STAGE = '''
-"""`repro toy`: count the classes of a data set, in a cell of its own."""
+"""`repro toy`: count to a number."""
 
 import dataclasses
+import time
 
-from repro.core.config import bounded
+from repro.core.config import bounded, load_section, section_keys
+from repro.core.paths import find_root
+from repro.core.record import make_identity, write_record
 
 from . import CellOption, Stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToyParams:
-    """How often something is counted."""
+    """A cell of the `toy:` section.
+
+    Args:
+        times: how far to count.
+    """
 
     times: int = bounded(ge=1)
 
@@ -33,13 +40,11 @@ STAGE = Stage(params=ToyParams, cells=True)
 
 def command(cell: CellOption = None) -> None:
     """Count to a number."""
-    from repro.core.config import load_section
-    from repro.core.paths import find_root
-    from repro.core.record import write_json
-
     paths = find_root()
-    params = load_section(ToyParams, paths.params, "toy", cell)
-    write_json(paths.cell("toy", cell) / "metrics.json", {"metrics": {"counted": params.times}, "identity": {}})
+    for name in [cell] if cell else section_keys(paths.params, "toy"):
+        started, params = time.monotonic(), load_section(ToyParams, paths.params, "toy", name)
+        identity = make_identity(paths.root, ["stages.toy"], params, device="cpu", dtype="none", backend="none")
+        write_record(paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started)
 '''
 STAGE_IN_THE_GRAPH = """
   toy:

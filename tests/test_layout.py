@@ -1,4 +1,4 @@
-"""README's layout tree and the tree are the same; imports point one way; nothing speaks of one machine."""
+"""The layout in docs/architecture.md and the tree are the same; imports point one way; nothing speaks of one machine."""
 
 import ast
 import re
@@ -19,8 +19,8 @@ def tracked() -> list[str]:
     return [name for name in listed if name and (ROOT / name).exists()]
 
 
-def test_readme_tree_is_the_tree():
-    block = re.search(r"## Layout\n.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+def test_the_layout_is_the_tree():
+    block = re.search(r"## Layout\n.*?```\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.S)[1]
     lines = [line.split(maxsplit=1) for line in block.splitlines() if line.strip()]
     assert all(len(line) == 2 for line in lines), "every entry has a caption"
     deep = ("repro", "kernels", "results")  # shown one level further
