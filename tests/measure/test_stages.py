@@ -63,7 +63,7 @@ def test_complexity_refuses_in_one_line(tmp_path, group):
 
 def test_a_backbone_without_adapter_is_refused_in_one_line(tmp_path):
     data = {"sizes": {}, "groups": [], "adapters": {"backbones": ["resnet10t"], "images": [{"height": 64, "width": 64}]}}
-    with pytest.raises(UserError, match=r"^complexity: vit_adapter\[backbone=resnet10t\]@64: resnet10t: no plain backbone"):
+    with pytest.raises(UserError, match=r"^complexity: vit_adapter\[backbone=resnet10t\]@64: resnet10t: is not a plain backbone"):
         complexity.run(build(complexity.ComplexityParams, data, "complexity"), Paths(tmp_path))
 
 
