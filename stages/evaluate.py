@@ -42,7 +42,7 @@ def command(
     ] = "fp32",
 ) -> None:
     """Measure top-1 and top-5 accuracy on a validation split; the records go to results/measured."""
-    from repro.inference.evaluate import PaperTable, evaluate
+    from repro.inference.evaluate import evaluate
     from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 
     paths = find_root()
@@ -56,5 +56,4 @@ def command(
         limit=limit,
         dtype=dtype,
     )
-    table = PaperTable(find_models=find_table1_models, find_top1=find_table1_top1)
-    evaluate(paths, load_runtime(paths), data, request, table)
+    evaluate(paths, load_runtime(paths), data, request, find_models=find_table1_models, find_printed=find_table1_top1)

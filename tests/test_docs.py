@@ -150,7 +150,6 @@ def test_the_examples_are_those_that_are_tested(page, language, names):
 
 def test_the_examples_of_params_are_valid():
     from repro.data.kinds import PrepareData
-
     from repro.tasks.classification.params import ClassifierParams
 
     assert yaml.safe_load(fenced("add_a_family.md", "yaml")[0]) == {"pretrain": {"toy": constants()["CELL"]}}

@@ -28,23 +28,14 @@ from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
 CURVE = ("image_size", "top1_percent", "top5_percent", "val_loss", "val_images")
+# () -> (models with published weights, and the sides of their images in pixels; reason -> labels of the rows without)
+FindModels = Callable[[], tuple[Sequence[tuple[Published, int]], dict[str, list[str]]]]
+FindPrinted = Callable[[str, int], str | None]  # registered name, side in pixels -> percent as printed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperTable:
-    """What a paper's table of accuracies says.
-
-    Args:
-        find_models: () -> (the table's models with published weights, with the side of their images in pixels; reason -> labels of
-            the rows without).
-        find_top1: registered name, side in pixels -> the accuracy in percent as printed; None without such a row.
-    """
-
-    find_models: Callable[[], tuple[Sequence[tuple[Published, int]], dict[str, list[str]]]]
-    find_top1: Callable[[str, int], str | None]
-
-
-def evaluate(paths: Paths, runtime: Runtime, data: str, request: EvaluateRequest, table: PaperTable) -> None:
+def evaluate(
+    paths: Paths, runtime: Runtime, data: str, request: EvaluateRequest, *, find_models: FindModels, find_printed: FindPrinted
+) -> None:
     """Evaluate each model at each size, print a line for each, and write the records.
 
     They are results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; the name ends in a limit, and in a
@@ -54,7 +45,8 @@ def evaluate(paths: Paths, runtime: Runtime, data: str, request: EvaluateRequest
     Args:
         data: a cell of `prepare_data`.
         request: see `EvaluateRequest`.
-        table: of the paper; its accuracy is printed beside a full score of the same model.
+        find_models: the models of the paper's table, for `request.table1`.
+        find_printed: the accuracy that the paper prints for a model, which is shown beside a full score.
 
     Raises:
         UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.
@@ -66,12 +58,12 @@ def evaluate(paths: Paths, runtime: Runtime, data: str, request: EvaluateRequest
     if request.limit is not None:
         check_limit(request.limit, cell.manifest.splits["val"].images)
     tree = cell.open_tree()
-    subjects = list(_find_subjects(request, tree.classes, data, table))
+    subjects = list(_find_subjects(request, tree.classes, data, find_models))
     if request.limit is not None:
         tree = subsample_val(tree, request.limit, LIMIT_SEED)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
-    evaluation = _Evaluation(paths, runtime, cell, tree, choose_device(runtime.device), request, table)
+    evaluation = _Evaluation(paths, runtime, cell, tree, choose_device(runtime.device), request, find_printed)
     failed = []
     for checkpoint, sizes in subjects:
         try:
@@ -98,13 +90,13 @@ def check_limit(limit: int, val_images: int) -> None:
 
 
 def _find_subjects(
-    request: EvaluateRequest, classes: Sequence[str], data: str, table: PaperTable
+    request: EvaluateRequest, classes: Sequence[str], data: str, find_models: FindModels
 ) -> Iterator[tuple[Checkpoint, tuple[int, ...]]]:
     """The checkpoints with the sizes to evaluate them at, after a check that they fit the data; nothing is built or fetched."""
     if request.weights is not None:
         found = [(open_weights(request.weights, model=request.models[0] if request.models else None).require_classifier(), None)]
     elif request.table1:
-        rows, left_out = table.find_models()
+        rows, left_out = find_models()
         print("\n".join(f"left out: {', '.join(labels)}: {reason}" for reason, labels in left_out.items()), flush=True)
         found = [(open_weights(None, model=published.full_name), size) for published, size in rows]
     else:
@@ -132,7 +124,7 @@ class _Evaluation:
     tree: Tree
     device: torch.device
     request: EvaluateRequest
-    table: PaperTable
+    find_printed: FindPrinted
 
     def run(self, checkpoint: Checkpoint, sizes: Sequence[int]) -> None:
         """Evaluate one model at all its sizes."""
@@ -193,14 +185,11 @@ class _Evaluation:
         tag = f" ({checkpoint.facts['weights_tag']})" if "weights_tag" in checkpoint.facts else ""
         where = f"{checkpoint.name}{tag} on {self.cell.name} at {metrics['image_size']}, {self.request.dtype}"
         limited = " (--limit: not a full score)" if self.request.limit else ""
-        printed = self._find_printed(checkpoint, metrics["image_size"])
+        # a score is comparable if all images were used and nothing but the plain model was evaluated
+        comparable = self.cell.kind == "imagenet" and not self.request.limit and checkpoint.facts.get("options") == {}
+        printed = self.find_printed(checkpoint.name, metrics["image_size"]) if comparable else None
         scores = f"top-1 {metrics['top1_percent']:.2f} %, top-5 {metrics['top5_percent']:.2f} %"
         return f"{where}: {scores} on {metrics['val_images']} images{limited}" + (f" (Table 1: {printed} %)" if printed else "")
-
-    def _find_printed(self, checkpoint: Checkpoint, size: int) -> str | None:
-        """The paper's accuracy, where this score may stand beside it."""
-        comparable = self.cell.kind == "imagenet" and not self.request.limit and checkpoint.facts.get("options") == {}
-        return self.table.find_top1(checkpoint.name, size) if comparable else None
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class DeformableAttention(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initially, head m samples in the direction 2πm/M, its point p at p + 1 pixels (in the larger coordinate), all with equal weight."""
+        """Head m begins in the direction 2πm/M, with its point p at p + 1 pixels (in the larger coordinate), all of equal weight."""
         M, _, P = self.sampling
         for linear in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(linear.weight)
@@ -249,7 +249,7 @@ class ViTAdapter(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise the adapter's own parameters: Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1)."""
+        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); the backbone is left as it is."""
         own = [module for name, module in self.named_modules() if not name.startswith("backbone.")]
         for module in own:
             if isinstance(module, nn.Linear):

@@ -4,13 +4,13 @@ A family adds its blocks, its final norm, its embeddings and its class feature. 
 into a grid of patches, returning features from between the blocks, replacing the head, and recomputing blocks in the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, checkpoint
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -252,6 +252,21 @@ def default_cfg(input_size: int) -> dict[str, Any]:
         "fixed_input_size": False,
         "license": "apache-2.0",
     }
+
+
+def untrained_cfgs(family: str) -> Any:
+    """timm's configurations of a family's three published sizes and its nano, without weights."""
+    sizes = {f"{size}_patch16_224": 224 for size in ("tiny", "small", "base")} | {"nano_patch16_144": 144}
+    return generate_default_cfgs({f"{family}_{size}.untrained": default_cfg(side) for size, side in sizes.items()})
+
+
+def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept."""
+    renamed = {}
+    for key, value in state_dict.items():
+        old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
+        renamed[prefixes.get(old, "") + key.removeprefix(old)] = value
+    return renamed
 
 
 def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:

@@ -114,7 +114,6 @@ class OwnFile(Checkpoint):
     """A file that `save_weights` wrote."""
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        """See `Checkpoint`."""
         self.require_classifier()
         try:
             model = build_model(self.model, **self.options)
@@ -130,7 +129,6 @@ class OwnFile(Checkpoint):
         return model.eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """See `Checkpoint`."""
         return read_state(self.path)
 
     def load_into(self, model: nn.Module) -> None:
@@ -146,7 +144,6 @@ class OfficialFile(Checkpoint):
     """A file that the authors of one of this project's families publish."""
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        """See `Checkpoint`."""
         if self.num_classes is None:
             raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
         try:
@@ -157,7 +154,6 @@ class OfficialFile(Checkpoint):
         return model.eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """See `Checkpoint`."""
         return translate_official(read_official(self.path), family_module(self.model))
 
 
@@ -168,11 +164,9 @@ class TimmWeights(Checkpoint):
     published: Published
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        """See `Checkpoint`."""
         return self._build({"img_size": image_size or self.image_size}).eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """See `Checkpoint`."""
         kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
         return self._build(kept).state_dict()
 

@@ -104,6 +104,15 @@ def test_recomputing_native_blocks_changes_nothing(name, options, channels):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE[:2])
+def test_native_pyramids_compile_into_one_graph(name, options, channels):
+    pyramid, image = shaken(native(name, options)), torch.randn(1, 3, 40, 64)
+    with torch.no_grad():
+        compiled = torch.compile(pyramid, fullgraph=True, backend="aot_eager")(image)
+        for a, b in zip(compiled, pyramid(image), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 class Model(torch.nn.Module):
     """A dense model around a pyramid."""
 

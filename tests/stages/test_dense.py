@@ -248,7 +248,7 @@ def test_a_backbone_that_is_not_verified_is_refused(checkout, repro_cli, stage, 
     [
         (f"model: {NANO}", "model: vim_nano_patch16_144", f"holds weights of {NANO}, not of vim_nano_patch16_144"),
         ("depth: 4", "depth: 8", "holds a vittt_nano_patch16_144 built with"),
-        ("depth: 4", "depth: 3", "4·n blocks"),
+        ("depth: 4", "depth: 3", "a multiple of 4 blocks"),
         ("data: scenes", "data: scene", "scene/manifest.json: no such manifest; run `repro prepare-data` first"),
         ("fpn_channels: 16", "fpn_chanels: 16", "detect.nano.mask_rcnn.fpn_chanels: unknown key; did you mean 'fpn_channels'?"),
         ("milestones: [1]", "milestones: [3]", "milestones: 3 is after the last epoch, 2"),

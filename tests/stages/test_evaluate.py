@@ -240,20 +240,22 @@ def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, 
 
 
 def test_the_papers_number_stands_beside_a_full_score_alone(checkout):
-    from repro.inference.evaluate import PaperTable, _Evaluation
+    from repro.inference.evaluate import _Evaluation
     from repro.inference.params import EvaluateRequest
 
     assert find_table1_top1("vit3_tiny_patch16_224", 224) == "76.5" and find_table1_top1("vittt_base_patch16_224", 224) == "82.7"
     assert find_table1_top1("vit3_tiny_patch16_224", 384) is None and find_table1_top1("vit_base_patch16_384", 384) == "77.9"
-    table = PaperTable(find_models=find_table1_models, find_top1=find_table1_top1)
 
-    def printed(kind="imagenet", size=224, options=types.MappingProxyType({}), **request):
+    def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **request):
         checkpoint = types.SimpleNamespace(name="vit3_tiny_patch16_224", facts={"options": dict(options)})
-        cell = types.SimpleNamespace(kind=kind)
-        return _Evaluation(None, None, cell, None, None, EvaluateRequest(**request), table)._find_printed(checkpoint, size)
+        cell = types.SimpleNamespace(kind=kind, name=kind)
+        metrics = {"image_size": size, "top1_percent": 76.0, "top5_percent": 93.0, "val_images": 50_000}
+        evaluation = _Evaluation(None, None, cell, None, None, EvaluateRequest(**request), find_table1_top1)
+        return evaluation._format_score(checkpoint, metrics)
 
-    assert printed() == "76.5"
-    assert printed(kind="digits") is printed(size=256) is printed(options={"depth": 1}) is printed(limit=10) is None
+    assert line().endswith("on 50000 images (Table 1: 76.5 %)")
+    others = line(kind="digits"), line(size=256), line(options={"depth": 1}), line(limit=10)
+    assert not any("Table 1" in other for other in others)
 
 
 def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, repro_cli):
