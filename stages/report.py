@@ -9,7 +9,7 @@ from repro.core.config import load_section, load_yaml
 from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
 
-from . import Stage, load_stages, profile, stage_names, verb_of
+from . import Stage, describe_verbs, load_stages, profile, stage_names, verb_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,16 @@ def command(html: Annotated[bool, typer.Option("--html/--no-html", help="Also wr
 
 def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     """Report on every paper that has a room; see `repro.report.pages.write_report`."""
-    from repro.report.pages import write_report
+    from repro.report.pages import write_readme_block, write_report
     from repro.report.results import Results
 
     papers = list(load_papers().values())
     results = Results(paths, papers, load_scores(paths))
     verbs = [verb_of(name) for name in stage_names()]
     named = profile.active(paths, besides=("runtime",))
-    print(write_report(papers, results, params.speed_dtype, verbs, named, with_html=html))
+    line = write_report(papers, results, params.speed_dtype, verbs, named, with_html=html)
+    write_readme_block(paths.root / "README.md", "verbs", describe_verbs())
+    print(line)
 
 
 def load_scores(paths: Paths) -> dict[str, dict[str, str]]:

@@ -18,6 +18,7 @@ from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, describe_cou
 from .variants import find_shown
 from .wording import format_ours, significant
 
+PIPELINE = "make reproduce"
 Fact = tuple[str, Piece, Piece | Line]  # what, ours, and its device, profile and scope
 
 
@@ -51,12 +52,23 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
 
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
-    blocks = {"results": render_blocks(answer_blocks(report))}
+    counts, facts = answer_blocks(report)
+    if seconds := find_pipeline_seconds(report.results):
+        facts = facts.with_first_row((code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(report.results.own_sources, report.named)))
+    blocks = {"results": render_blocks((counts, facts))}
     contest = report.paper.contest
     if contest and (speeds := find_speeds(contest, report.results)):
         shown = paragraph(Picture(f"figures/{contest.picture}", contest.title))
         blocks["picture"] = render_blocks((shown, _caption(contest, speeds)), "results/")
     return blocks
+
+
+def find_pipeline_seconds(results: Results) -> float | None:
+    """The seconds of all stages together, from the files beside their records that Git does not keep; None where one is missing."""
+    files = [results.paths.root / source.run_file for source in results.own_sources]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    return sum(read_json(file)["seconds"] for file in files)
 
 
 def draw_contest(report: Report, folder: Path) -> None:
@@ -150,7 +162,7 @@ def _embedded_scores(report: Report) -> list[Fact]:
             ours += f"; without learning: {format_scores(reference, labels, 1)}"
         lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
         seeds = " or ".join(dict.fromkeys(_count_seeds(source) for source in sources))
-        scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}; compared with no number of the paper"
+        scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
     return facts
 

@@ -8,7 +8,7 @@ from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
-from .answer import draw_contest, lead_blocks, readme_blocks
+from .answer import PIPELINE, draw_contest, lead_blocks, readme_blocks
 from .claims import Report, judge_paper
 from .document import Document
 from .export import export_json, export_rows
@@ -124,5 +124,21 @@ def _write_page(report: Report, document: Document) -> None:
     write_csv(folder / "claims.csv", export_rows(report))
     readme = report.results.paths.root / "README.md"
     for name, block in readme_blocks(report).items():
-        if readme.is_file() and f"<!-- {name} -->\n" in readme.read_text(encoding="utf-8"):
-            replace_block(readme, name, block)
+        write_readme_block(readme, name, block)
+
+
+def write_readme_block(readme: Path, name: str, block: str) -> None:
+    """Write a block of README.md, where the file has its markers.
+
+    The row with the time of the pipeline stays where `block` has none, since the times are not in Git.
+    """
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    _, found, rest = text.partition(f"<!-- {name} -->\n")
+    if not found:
+        return
+    row = f"| `{PIPELINE}` |"
+    kept = next((line for line in rest.partition(f"<!-- /{name} -->")[0].splitlines() if line.startswith(row)), None)
+    if kept and row not in block:
+        head, rule, below = block.partition("---|\n")
+        block = f"{head}{rule}{kept}\n{below}"
+    replace_block(readme, name, block)

@@ -38,6 +38,12 @@ class Source:
         return PurePosixPath(self.path).parent.as_posix()
 
     @property
+    def run_file(self) -> str:
+        """The file beside the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
+        name = PurePosixPath(self.path)
+        return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
+
+    @property
     def is_trained(self) -> bool:
         """Whether it records trainings, one for each seed."""
         return "by_seed" in self.metrics

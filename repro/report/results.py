@@ -100,6 +100,11 @@ class Results:
             for row in [check_mapping(each, f"{source.path}: {name}")]
         }
 
+    @property
+    def own_sources(self) -> list[Source]:
+        """The records that stages of the graph wrote."""
+        return [source for source in self.sources if source.stage is not None]
+
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
         """The speed rows of all devices, grouped by what may be compared. What was measured a second time is left out."""
