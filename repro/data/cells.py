@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.errors import UserError
+from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
 from . import ade20k, coco
-from .kinds import KINDS, Format, Kind, find_root_key
+from .kinds import KINDS, Format, Kind
 from .manifest import Manifest, read_manifest, verify, verify_classes
 from .settings import SPLITS
 from .tree import Tree, scan_tree
@@ -81,8 +81,13 @@ def manifest_path(paths: Paths, name: str) -> Path:
 
 
 def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
-    """Where the data set of a cell lies; raises UserError where `runtime.data_roots` has neither the cell's name nor its kind."""
-    return runtime.data_root(paths, find_root_key(runtime.data_roots, name, kind))
+    """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises UserError where
+    there is neither."""
+    key = name if name in runtime.data_roots else kind
+    if key not in runtime.data_roots:
+        hint = did_you_mean(name, runtime.data_roots)
+        raise UserError(f"runtime.data_roots: has neither {name} nor {kind}; say where the data set lies{hint}")
+    return runtime.data_root(paths, key)
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:

@@ -193,8 +193,3 @@ class PrepareData:
     def embedded(self) -> bool:
         """Whether the project writes the data set itself."""
         return self.settings is not None
-
-
-def find_root_key(data_roots: Mapping[str, str], cell: str, kind: str) -> str:
-    """The key of `runtime.data_roots` that says where a cell of prepare_data lies: its own name where that is a key, else its kind."""
-    return cell if cell in data_roots else kind
