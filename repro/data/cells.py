@@ -62,7 +62,7 @@ class DataCell:
         return ade20k.AdePairs(base, split)
 
     def groups(self, tree: Tree) -> np.ndarray | None:
-        """(N,) a number for each training image, equal for those that belong into one batch; None where none do. See `TrainOrder`."""
+        """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See `TrainOrder`."""
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self._row.paired else None
 
     def _find_part(self, part: Format) -> Path:

@@ -32,7 +32,7 @@ class Kind:
         settings: of an embedded kind, the class of its settings.
         writer: of an embedded kind, the function of this package that is called with (root, settings).
         upright: whether images are turned as their EXIF data say. Published numbers on ImageNet leave them as they are stored.
-        paired: whether training images of the same name belong into one batch.
+        paired: whether training images of the same name belong in one batch.
     """
 
     name: str
