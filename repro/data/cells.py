@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import UserError
+from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
-from .kinds import KINDS, Format, Kind, find_root_key, load_module
+from .kinds import KINDS, Format, Kind, load_module
 from .manifest import Manifest, read_manifest, verify, verify_classes
 from .settings import SPLITS
 from .tree import Tree, scan_tree
@@ -63,7 +63,7 @@ class DataCell:
         return ade20k.AdePairs(base, split)
 
     def groups(self, tree: Tree) -> np.ndarray | None:
-        """(N,) a number for each training image, equal for those that belong into one batch; None where none do. See `TrainOrder`."""
+        """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See `TrainOrder`."""
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self._row.paired else None
 
     def _find_part(self, part: Format) -> Path:
@@ -82,8 +82,13 @@ def manifest_path(paths: Paths, name: str) -> Path:
 
 
 def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
-    """Where the data set of a cell lies; raises UserError where `runtime.data_roots` has neither the cell's name nor its kind."""
-    return runtime.data_root(paths, find_root_key(runtime.data_roots, name, kind))
+    """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises UserError where
+    there is neither."""
+    key = name if name in runtime.data_roots else kind
+    if key not in runtime.data_roots:
+        hint = did_you_mean(name, runtime.data_roots)
+        raise UserError(f"runtime.data_roots: has neither {name} nor {kind}; say where the data set lies{hint}")
+    return runtime.data_root(paths, key)
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:

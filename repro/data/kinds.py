@@ -32,7 +32,7 @@ class Kind:
         settings: of an embedded kind, the class of its settings.
         writer: of an embedded kind, the function of this package that is called with (root, settings).
         upright: whether images are turned as their EXIF data say. Published numbers on ImageNet leave them as they are stored.
-        paired: whether training images of the same name belong into one batch.
+        paired: whether training images of the same name belong in one batch.
     """
 
     name: str
@@ -198,8 +198,3 @@ class PrepareData:
     def embedded(self) -> bool:
         """Whether the project writes the data set itself."""
         return self.settings is not None
-
-
-def find_root_key(data_roots: Mapping[str, str], cell: str, kind: str) -> str:
-    """The key of `runtime.data_roots` that says where a cell of prepare_data lies: its own name where that is a key, else its kind."""
-    return cell if cell in data_roots else kind

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.figures import against_resolution
+from ..core.record import read_json
 from .claims import Report, Verdict
-from .document import Block, Line, Link, Paragraph, Picture, Piece, Text, code, paragraph, strong, table
+from .document import Block, Line, Link, Paragraph, Picture, Piece, Table, Text, code, paragraph, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .measured import format_scores
@@ -52,9 +53,10 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
 
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
-    counts, facts = answer_blocks(report)
+    counts, facts = answer_blocks(report, measured_only=True)  # README says in words what is not measured
     if seconds := find_pipeline_seconds(report.results):
-        facts = facts.with_first_row((code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(report.results.own_sources, report.named)))
+        row = (code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(report.results.own_sources, report.named))
+        facts = dataclasses.replace(facts, rows=(*table(facts.header, [row]).rows, *facts.rows))
     blocks = {"results": render_blocks((counts, facts))}
     contest = report.paper.contest
     if contest and (speeds := find_speeds(contest, report.results)):
@@ -82,16 +84,21 @@ def draw_contest(report: Report, folder: Path) -> None:
     against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
 
 
-def answer_blocks(report: Report) -> tuple[Block, Block]:
-    """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope."""
+def answer_blocks(report: Report, *, measured_only: bool = False) -> tuple[Paragraph, Table]:
+    """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope.
+
+    With `measured_only`, facts without a number of ours are left out.
+    """
     paper = report.paper
     counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
-    facts = [_answer(question, report) for question in paper.questions]
+    facts = [fact for question in paper.questions if (fact := _answer(question, report, measured_only))]
     if paper.primary:
         facts += _embedded_scores(report)
     if paper.contest:
         facts += _contest_facts(paper.contest, report.results)
-    return paragraph(counts), table(["", "ours", "device, profile, scope"], [*facts, _gpu_fact(report.results)])
+    gpu = _gpu_fact(report.results)
+    facts += [gpu] if isinstance(gpu[1], str) or not measured_only else []
+    return paragraph(counts), table(["", "ours", "device, profile, scope"], facts)
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -117,8 +124,10 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
     return max(both, key=rank, default=None)
 
 
-def _answer(question: Question, report: Report) -> Fact:
+def _answer(question: Question, report: Report, measured_only: bool) -> Fact | None:
     own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
+    if measured_only and all(verdict.ours is None for verdict in own):
+        return None
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
     origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
@@ -176,12 +185,12 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     for size in contest.sizes:
         ours = speeds.rows.get((contest.ours[0], None, size))
         against = {attention: speeds.rows.get((contest.theirs[0], attention, size)) for attention in ("fused", "unfused")}
-        shown = [f"{contest.ours[1]} {_format_row(ours)}"]
+        shown = [f"{contest.ours[1]}: {_format_row(ours)}"]
         for attention, row in against.items():
             ratio = ""
             if ours and row and ours["latency_ms"] and row["latency_ms"]:
-                ratio = f", so {contest.ours[1]} is {significant(row['latency_ms'] / ours['latency_ms'])}× as fast"
-            shown.append(f"{contest.theirs[1]} with {attention} attention {_format_row(row)}{ratio}")
+                ratio = f" ({contest.ours[1]} is {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
+            shown.append(f"{contest.theirs[1]}, {attention} attention: {_format_row(row)}{ratio}")
         facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
     return facts
 
@@ -224,7 +233,7 @@ def _format_row(row: Mapping[str, Any] | None) -> str:
         return "not measured"
     if row["status"] != "ok":
         return row["status"]
-    memory = f" and {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
+    memory = f", {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
     return f"{significant(row['latency_ms'])} ms{memory}"
 
 

@@ -1,4 +1,4 @@
-"""Pairs of image and label map, and every way in which they can be wrong."""
+"""Pairs of an image and a label map, and every way in which they can be wrong."""
 
 import shutil
 

@@ -33,7 +33,7 @@ FULL = Depth(full=True)
 
 
 def picture(path: Path, size: tuple[int, int] = (48, 36), seed: int = 0) -> Path:
-    """A JPEG of noise: nothing in it compresses away, so half of its bytes are half of its rows."""
+    """A JPEG of noise, which does not compress: half of its bytes hold half of its rows."""
     noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(noise).save(path, "JPEG")
@@ -58,7 +58,7 @@ def only(lines: list[str], level: str) -> list[str]:
 
 @pytest.fixture
 def imagenet(tmp_path: Path) -> Path:
-    """Three classes; 4 training and 2 validation images each, the latter under their real names."""
+    """Three classes with 4 training and 2 validation images each; the latter have their real names."""
     root = tmp_path / "imagenet"
     real = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     for index, wnid in enumerate(WNIDS):
@@ -117,7 +117,7 @@ def nowhere(root):
     (root / "train" / WNIDS[0] / "nowhere.JPEG").symlink_to(root / "gone")
 
 
-# what is planted, how many errors follow, and the line that names it
+# name -> what is planted, the number of errors that follow, and the beginning of the line that names it
 TREE_FAULTS = {
     "flat val": (
         flat_val,
@@ -131,10 +131,10 @@ TREE_FAULTS = {
     "a web page": (lambda r: first(r).write_text("<html>denied</html>"), 1, "unreadable image (not in any image format)"),
     # the folder is empty, and classes and images are too few
     "empty class": (lambda r: [f.unlink() for f in (r / "train" / WNIDS[1]).iterdir()], 3, "train/n01443537: holds no image"),
-    # two classes instead of three, 4 of 6 images, and train has a class more
+    # val has two classes instead of three and 4 of 6 images, and train has one class more
     "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "class 'n01484850' is in train but not in val; both splits need"),
     "count": (lambda r: first(r, "val").unlink(), 1, "val: 5 images, 6 expected; 2 in each class, but n01440764 1;"),
-    # in either split
+    # one in each split
     "renamed": (lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")], 2, "val/tench: is not a class of imagenet;"),
     "misplaced": (lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name), 1, "_0.JPEG: is named as an image of n0144"),
     "wrong map": (rotate_val, 1, "val: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
@@ -153,7 +153,7 @@ def test_a_fault_in_imagenet(imagenet, fault):
 
 
 def test_one_level_too_deep(imagenet):
-    """Tiny ImageNet's layout."""
+    """As in the layout of Tiny ImageNet."""
     for wnid in WNIDS:
         files = list((imagenet / "train" / wnid).iterdir())
         (imagenet / "train" / wnid / "images").mkdir()
@@ -249,7 +249,7 @@ def test_a_folder_of_ones_own(imagenet):
     assert errors == 3, "an empty folder, a class of one split, and an image that is cut short"
 
 
-# COCO: 3 training images with 4 instances and 2 validation images with 2, categories of COCO's numbering
+# COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
 COCO_SMALL = CocoCounts(
     images={"train": 3, "val": 2}, instances={"train": 4, "val": 2}, empty_boxes={"train": 1, "val": 0}, category_ids=frozenset({1, 2, 90})
 )
@@ -331,9 +331,9 @@ COCO_FAULTS = {
     "a list": (lambda r: (r / TRAIN_JSON).write_text("[1, 2]"), 1, "has no list 'images'"),
     "size": (change("images", 1, width=65), 1, "train2017/000000000025.jpg: is 64×48, instances_train2017.json says 65×48; boxes"),
     "turned": (change("images", 2, width=48, height=64), 1, "is 64×48, instances_train2017.json says 48×64 (turned"),
-    # the row, and the count of images that are left
+    # the row, and the number of remaining images
     "image twice": (change("images", 2, id=25), 2, "images[2] has id 25, as another one has"),
-    # the release has an id that the file has not, and an instance belongs to it
+    # an id of the release is missing in the file, and so is the category of an instance
     "categories": (change("categories", 2, id=80), 2, "3 categories (unknown id 80, no id 90), 3 expected with ids of 1..90"),
     "category of an instance": (change("annotations", 1, category_id=3), 1, "annotation 12 has category_id 3, which is not in the file"),
     "no such image": (change("annotations", 1, image_id=7), 1, "annotation 12 has image_id 7, which is not in the file"),
@@ -414,7 +414,7 @@ def ade(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_complete_ade20k(ade, inside):
-    (ade.parent / "ADE20K_2021_17_01").mkdir()  # the other release beside it does no harm
+    (ade.parent / "ADE20K_2021_17_01").mkdir()  # the other release may lie beside it
     lines, errors, warnings = findings(check_ade20k, ade.parent if inside else ade, expected=ADE_SMALL)
     assert (errors, warnings) == (0, 0)
     base, prefix = ("ADEChallengeData2016", "ADEChallengeData2016/") if inside else (ade, "")
@@ -429,7 +429,7 @@ def test_a_complete_ade20k(ade, inside):
 
 IMAGE, LABEL = "images/training/ADE_train_00000002.jpg", "annotations/training/ADE_train_00000002.png"
 ADE_FAULTS = {
-    # the count and the pair
+    # the pair, and the number of pairs
     "no label": (lambda r: (r / LABEL).unlink(), 2, f"{IMAGE}: has no label map"),
     "no image": (lambda r: (r / IMAGE).unlink(), 2, f"{LABEL}: has no image"),
     "image cut": (lambda r: cut(r / IMAGE), 1, f"{IMAGE}: unreadable image (image file is truncated"),

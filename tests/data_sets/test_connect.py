@@ -1,4 +1,4 @@
-"""connect against counts and labels that scipy finds in its pixels, and against models that look for a shortcut."""
+"""connect: counts and labels that scipy finds in the pixels, and models that look for a shortcut."""
 
 import hashlib
 import os
@@ -53,7 +53,7 @@ def disc(radius: float) -> np.ndarray:
 
 
 def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.ndarray, bool]:
-    """What is in an image: dashes, curves, the middles of the markers (2, 2), and whether one curve has both."""
+    """Number of dashes and of curves, the centres of the markers (2, 2), and whether one curve has both markers."""
     ink = image > 127
     _, dashes = label(ink, np.ones((3, 3)))
     blobs, markers = label(binary_erosion(ink, disc(settings.thickness_px / 2 + 1)))
@@ -62,7 +62,7 @@ def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.nda
     y, x = np.indices(ink.shape)
     away = [np.hypot(y - middle[0], x - middle[1]) for middle in middles]
     strokes = ink & (np.minimum(*away) > settings.marker_px / 2 + 1)
-    # the gaps between dashes close, those between curves do not
+    # this closes the gaps between dashes, but not those between curves
     curves, number = label(binary_dilation(strokes, disc((settings.gap_px - settings.thickness_px + 2) / 2)))
     first, second = (curves.ravel()[np.where(curves, distance, np.inf).argmin()] for distance in away)
     return dashes, number, middles, bool(first == second)
@@ -142,7 +142,7 @@ def test_no_shortcut(kept, percent):
     """4,000 validation images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""
     train, val = kept["train"], kept["val"]
     assert abs(percent(train, val) - 50) < 3
-    dim = np.array([1, 0.85])[:, None, None]  # a shortcut, to see that it would be found
+    dim = np.array([1, 0.85])[:, None, None]  # a planted shortcut, which must be found
     assert percent((train * dim).astype(np.uint8), (val * dim).astype(np.uint8)) > 90
 
 

@@ -1,4 +1,4 @@
-"""Manifests of scenes, COCO and ADE20K, through the stage that writes them."""
+"""Manifests of scenes, COCO and ADE20K."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
 
 @pytest.mark.parametrize("kind", ["coco", "ade20k"])
 def test_others_are_prepared_where_they_lie(scenes, tmp_path, kind):
-    """A part of scenes is a COCO, or an ADE20K, of which most is missing."""
+    """A part of scenes is a COCO, or an ADE20K, most of which is missing."""
     before = sorted(scenes.rglob("*"))
     classes = {"coco": 10, "ade20k": 13}[kind]
     params = build(PrepareData, {"kind": kind, "expected": {"classes": classes, "train": 6, "val": 3}}, "x")
@@ -195,6 +195,6 @@ def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(scene
     check_coco(scenes / "coco", report, Depth(full=True))
     check_ade20k(scenes / "ade20k", report, Depth(full=True))
     complaints = [line for line in lines if not line.startswith("ok ")]
-    # of each split of COCO: images, instances, categories; of ADE20K: the classes, and the pairs of each split
+    # images, instances and categories of each split of COCO; the classes of ADE20K, and the pairs of each split
     assert len(complaints) == 2 * 3 + 3 and all(" expected" in line for line in complaints), lines
     assert sum("10 categories (no id 4), 80 expected" in line for line in complaints) == 2

@@ -1,4 +1,4 @@
-"""A folder of one's own pictures, from the files as cameras and programs write them to the batches of training."""
+"""A folder of one's own pictures, from files as cameras and programs write them to the batches of training."""
 
 import shutil
 from pathlib import Path
@@ -126,8 +126,8 @@ def test_the_root_of_the_kind_serves_where_the_cell_has_none(pets, tmp_path):
     runtime = Runtime(data_roots={"folder": str(pets)})
     prepare(build(PrepareData, {"kind": "folder"}, "x"), Paths(tmp_path), runtime, "pets")
     assert open_cell(Paths(tmp_path), runtime, "pets").root == pets
-    with pytest.raises(UserError, match=r"runtime\.data_roots\.folder: missing"):
-        open_cell(Paths(tmp_path), Runtime(data_roots={}), "pets")
+    with pytest.raises(UserError, match=r"runtime\.data_roots: has neither pets nor folder; .*did you mean 'pet'"):
+        open_cell(Paths(tmp_path), Runtime(data_roots={"pet": str(pets)}), "pets")
 
 
 def test_an_image_without_a_range_of_values_is_named(pets, tmp_path):

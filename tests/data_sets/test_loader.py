@@ -119,7 +119,7 @@ def test_continuing_in_the_middle_equals_not_stopping(root, loader_of, workers):
     assert len(got) == len(expected) == 12
     for (ours, our_targets), (theirs, their_targets) in zip(got, expected):
         assert torch.equal(ours, theirs) and torch.equal(our_targets, their_targets)
-    # and in one loader whose workers were abandoned in mid-epoch
+    # the same holds in a loader whose workers were left in the middle of an epoch
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first.batches(1, 2), expected[8:], strict=True))
     assert not list(second.batches(1, 6))
 
@@ -366,7 +366,7 @@ def test_pairs_of_one_group_cover_everything_once(world_size):
         batches = [list(itertools.chain(*parts)) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)]
         flat = [index for batch in batches for _, index in batch]
         assert sorted(flat) == list(range(12)) and all(number == epoch for batch in batches for number, _ in batch)
-        # 6 and 5 and 1 make five pairs, and the two that are left alone a sixth at the end
+        # 6, 5 and 1 make five pairs, and the two samples that remain make a sixth at the end
         assert all(groups[a] == groups[b] for a, b in zip(flat[:10:2], flat[1:10:2]))
         assert list(ranks[0].batches(epoch, 2)) == list(ranks[0].batches(epoch, 0))[2:]
         epochs.append(tuple(flat))

@@ -67,7 +67,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 
 
 def test_sizes_do_not_depend_on_a_compressor(root):
-    """A stored PNG of 256 rows of 256 grey levels: 65,792 bytes and what holds them together."""
+    """An uncompressed PNG of 256 rows of 256 grey levels has 65,792 bytes of pixels, and little else."""
     sizes = {path.stat().st_size for path in root.rglob("*.png")}
     assert len(sizes) == 1 and 256 * 257 < sizes.pop() < 256 * 257 + 200
 
@@ -94,7 +94,7 @@ def test_boxes_areas_and_masks_by_hand(root, split):
 
 
 def test_masks_lie_on_the_digits(root):
-    """Inside a stroke pixels have the digit's level, 1.4 to 2.0 times mid-grey, and the noise of 8 levels."""
+    """Inside a stroke the pixels have the digit's level, 1.4 to 2.0 times mid-grey, with noise of 8 levels."""
     levels = []
     for coco, image_id, pixels, _ in pairs(root, "train"):
         for annotation in coco.imgToAnns[image_id]:

@@ -1,4 +1,4 @@
-"""A data set in archives is the same data set: names, sizes, classes, order and pixels equal those of the folders it was packed from."""
+"""A data set in archives has the names, sizes, classes, order and pixels of the folders that it was packed from."""
 
 import io
 import os
@@ -44,7 +44,7 @@ def add(archive, name, content):
 
 
 def pack(folders, target, layout):
-    """The same images in archives, in an order that is not the sorted one."""
+    """The same images in archives, in another order."""
     for split in ("train", "val"):
         (target / split).mkdir(parents=True)
         files = sorted((folders / split).glob("*/*"), key=lambda path: path.name[::-1])
