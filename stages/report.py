@@ -29,7 +29,7 @@ STAGE = Stage(
 
 
 def command(html: Annotated[bool, typer.Option("--html/--no-html", help="Also write report.html, one page for a browser.")] = True) -> None:
-    """Write results/tables.md, report.html, claims.csv and claims.json: each number of the paper, ours, and what became of it."""
+    """Set the paper's numbers beside ours: write results/tables.md, report.html, claims.csv and claims.json."""
     paths = find_root()
     run(load_section(ReportParams, paths.params, "report"), paths, html=html)
 

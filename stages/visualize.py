@@ -13,7 +13,7 @@ STAGE = Stage(  # the weights files name their models
 
 
 def command() -> None:
-    """Draw and measure what the inner learner does and where models look."""
+    """Draw where models look and what the inner learner does, and measure both."""
     from repro.inference.visualize import visualize
 
     paths = find_root()

@@ -93,7 +93,7 @@ def answer_blocks(report: Report, *, measured_only: bool = False) -> tuple[Parag
     counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
     facts = [fact for question in paper.questions if (fact := _answer(question, report, measured_only))]
     if paper.primary:
-        facts += _embedded_scores(report)
+        facts += _embedded_scores(report, 1 if measured_only else None)
     if paper.contest:
         facts += _contest_facts(paper.contest, report.results)
     gpu = _gpu_fact(report.results)
@@ -150,8 +150,8 @@ def _count_matches(own: list[Verdict]) -> str:
     return f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
 
 
-def _embedded_scores(report: Report) -> list[Fact]:
-    """The pipeline's own runs on embedded data, one row for each data set and score; no number of the paper is beside them."""
+def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
+    """The pipeline's own runs on embedded data, one row for each data set and task; no number of the paper is beside them."""
     results, shown_elsewhere = report.results, find_shown(report)
     groups: dict[tuple[str, str], list[Source]] = {}
     for source in results.score_sources:
@@ -161,7 +161,7 @@ def _embedded_scores(report: Report) -> list[Fact]:
     facts = []
     for (data, key), sources in groups.items():
         first = sources[0].metrics
-        labels = results.scores[sources[0].stage or ""]
+        labels = dict(list(results.scores[sources[0].stage or ""].items())[:most_scores])
         if len(sources) == 1:
             ours = f"{_short(first['model'])}: {format_scores(first, labels, 1)}"
         else:
@@ -189,9 +189,9 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
         for attention, row in against.items():
             ratio = ""
             if ours and row and ours["latency_ms"] and row["latency_ms"]:
-                ratio = f" ({contest.ours[1]} is {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
-            shown.append(f"{contest.theirs[1]}, {attention} attention: {_format_row(row)}{ratio}")
-        facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
+                ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
+            shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
+        facts.append((f"{contest.title} at {size}²", "; ".join(shown), "the same" if facts else f"{speeds.scope}; {how}"))
     return facts
 
 
@@ -222,7 +222,7 @@ def _lead_picture(name: str, report: Report) -> tuple[Paragraph, Paragraph]:
 def _caption(contest: Contest, speeds: Speeds) -> Paragraph:
     how = "" if speeds.source.stage else ", run by hand"
     return paragraph(
-        f"{contest.title} over the image size: time and peak memory of a step, on logarithmic axes. Measured on {speeds.scope} (",
+        f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} (",
         code(speeds.source.path),
         f"{how}).",
     )

@@ -18,7 +18,7 @@ class Classify(TaskSpec):
 
     name = "classify"
     params = ClassifierParams
-    scores: ClassVar[Mapping[str, str]] = {"top1_percent": "top1", "top5_percent": "top5"}
+    scores: ClassVar[Mapping[str, str]] = {"top1_percent": "top-1", "top5_percent": "top-5"}
 
     def open_datasets(self, data: Any, params: ClassifierParams) -> Datasets:
         from ...data.classification import ImageFolder, eval_transform, train_transform
