@@ -1,4 +1,4 @@
-"""Receptive fields of models whose field is known: by hand, and by what a design cannot see."""
+"""Receptive fields of models with a known field: computed by hand, or limited by what a design can see."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_radii_and_anisotropy_of_known_fields():
 
 @pytest.mark.parametrize(("design", "ahead"), [("conv1d", False), ("dual", True), ("conv2d", True)])
 def test_one_direction_sees_nothing_ahead(design, ahead):
-    """Causality of the scan: no token of a forth-only model depends on one that comes later."""
+    """Causality of the scan: with only a forward scan, no token depends on a later one."""
     torch.manual_seed(0)
     model = timm.create_model("vittt_nano_patch16_144", design=design, depth=2, num_classes=0).eval()
     field = compute_receptive_field(get_last_features(model), torch.randn(2, 3, 80, 80))
@@ -76,7 +76,7 @@ def test_one_direction_sees_nothing_ahead(design, ahead):
     ("name", "size"), [("resnet_nano", 144), ("resnet_nano", 160), ("deit_nano_patch16_144", 144), ("vim_nano_patch16_144", 144)]
 )
 def test_the_centre_is_where_the_central_unit_looks(name, size):
-    """The centre of gravity of an untrained model's field lies there, and not where a neighbouring unit's would."""
+    """The centre of gravity of an untrained model's field is there, and not where a neighbouring unit's would be."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=0).eval()
     field = compute_receptive_field(get_last_features(model), torch.randn(4, 3, size, size))

@@ -1,4 +1,4 @@
-"""Gradient maps and reconstruction losses against autograd on the inner loss, by state from chunk to chunk."""
+"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried from chunk to chunk."""
 
 import pytest
 import timm
@@ -61,11 +61,11 @@ def test_maps_and_losses_are_those_of_autograd(options):
     directions, heads = calls[0].q.shape[2:4]
     found = [[[by_autograd(o, image, r, h) for h in range(heads)] for r in range(directions)] for o in calls for image in range(2)]
     norms = torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
-    forth = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
+    forward = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
     patches = [t for t in range(norms.shape[-1]) if t not in model.prefix_positions(20)]
     torch.testing.assert_close(compute_gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(compute_reconstruction_losses(model, images), forth.mean(1), rtol=1e-5, atol=1e-5)
-    assert norms.max() > 2 * norms.min()  # else a constant map would pass
+    torch.testing.assert_close(compute_reconstruction_losses(model, images), forward.mean(1), rtol=1e-5, atol=1e-5)
+    assert norms.max() > 2 * norms.min()  # otherwise a constant map would pass
 
 
 def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unchanged():

@@ -1,4 +1,4 @@
-"""Probes: one step is the operator itself; more steps are gradient descent by autograd; ascent and q = k are what they say."""
+"""Probes: one step equals the operator, more steps equal gradient descent by autograd, and so do ascent and q = k."""
 
 import pytest
 import timm
@@ -35,7 +35,7 @@ def test_one_step_is_the_operator(operands):
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_more_steps_are_descent_on_the_chunk(operands, steps):
-    """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's on the chunk, from the state that all but one step reached."""
+    """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's for the chunk, from the state before the last step."""
     o = operands
     out, before, after = inner_loop(o, steps)
     for image, r, h in ((0, 0, 0), (1, 1, 2)):

@@ -1,4 +1,4 @@
-"""Adapter rows: our count against a formula by hand and the backbones' closed forms, the papers' against what Table 2 prints."""
+"""Adapter rows: our count against a formula by hand and closed forms, the papers' count against what Table 2 prints."""
 
 import functools
 
@@ -15,7 +15,7 @@ counted = functools.cache(adapted_cost)
 
 
 def adapter_macs(D, M, ratio, resolution, P=4, c=64, rho=0.25):
-    """Products and convolutions layer by layer, and 5 for every channel of a sample: 4 neighbours and the weight."""
+    """Products and convolutions layer by layer, plus 5 for every channel of a sample: 4 neighbours and the weight."""
     N = resolution[0] * resolution[1] // 256
     V, k, K = int(ratio * D), int(rho * D), 21 * N // 4
     stem = 64 * N * (9 * 3 * c + 2 * 9 * c * c)
@@ -73,7 +73,7 @@ def test_operators_are_replaced_by_their_authors_counts():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("row", FAMILIES)
 def test_the_papers_convention_is_what_table_2_prints(row, size, place):
-    """Within 1.5 %; 2 % for the right half's T rows, which contradict the left's. ViT and VRWKV, which the fit is of, closer."""
+    """Within 1.5 %; within 2 % for the T rows of the right half, which contradict the left; closer for ViT and VRWKV, the fitted rows."""
     printed = float(load_primary().ledger.entries[f"table2_{place}.{row}_{size}.macs_g"].printed)
     found = counted(f"{FAMILIES[row]}_{SIZES[size][0]}_patch16_224", IMAGES[place]).macs_g_paper_convention
     allowed = (0.06 if place == "coco" else 0.25) if row in ("vit", "vrwkv") else 2 if (place, size) == ("ade20k", "t") else 1.5

@@ -1,13 +1,14 @@
-"""Counts against PyTorch's own counter on plain matrix products, against hand-written formulas, and against the paper's sizes."""
+"""Counts against PyTorch's own counter, hand-written formulas, and the published sizes."""
 
 import itertools
+import types
 
 import pytest
 import torch
 from timm.layers import use_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from repro.measure import build
+from repro.measure import build, terms
 from repro.measure.flops import OperatorCounter, cost, counted_macs, saved_percent
 from repro.models.ttt_mixer import DESIGNS, W0_MODES, ttt_linear_macs
 from repro.models.vittt import POOLS
@@ -98,7 +99,7 @@ def test_equation_14():
 
 @pytest.mark.parametrize("size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)])
 def test_vit3_by_hand_and_by_the_convention_of_its_paper(size, C, heads, giga):
-    """fvcore, which the paper counts with, adds 5 per element of a LayerNorm and does not see the convolution's inner gradient."""
+    """The paper counts with fvcore, which adds 5 per element of a LayerNorm and does not see the convolution's inner gradient."""
     N, d = 196, C // heads
     linear = C * (3 * C + 3 * d) + (C + d) * C + 8 * C * C
     inner = 6 * C * d + 2 * 9 * d
@@ -114,7 +115,7 @@ def test_vit3_by_hand_and_by_the_convention_of_its_paper(size, C, heads, giga):
 def test_vit3_closed_form_equals_the_operators(options, resolution):
     counted, model = cost(VIT3, options, resolution), build.create(VIT3, options, resolution, device="meta")
     assert counted.macs == counted_macs(model, resolution)
-    # PyTorch's own counter takes the d groups of the convolution's inner gradient for d² pairs
+    # PyTorch's own counter counts d² pairs for the d groups of the convolution's inner gradient
     d, inner_gradient = 64 // options.get("num_heads", 2), counted.mac_terms["inner_conv"] // 2
     assert torch_macs(VIT3, options, resolution) == counted.macs + (d - 1) * inner_gradient
 
@@ -142,6 +143,11 @@ def test_other_models_are_counted_on_unfused_attention(name):
     counted = cost(name, {}, (224, 224))
     assert counted.num_params == sum(p.numel() for p in build.create(name, {}, (224, 224)).parameters())
     assert counted.macs == torch_macs(name, {}, (224, 224))
+
+
+def test_a_family_brings_its_own_closed_form():
+    family = types.SimpleNamespace(param_terms=lambda: {"all": 5}, mac_terms=lambda image_size: {"all": image_size[0] * image_size[1]})
+    assert terms.closed_form(family, (4, 6)) == ({"all": 5}, {"all": 24})
 
 
 class _Toy(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The ViT-Adapter against its equations, its published parameter counts, and the backbones that it must leave as they are."""
+"""The ViT-Adapter against its equations, its published parameter counts, and the backbones that it must not change."""
 
 import math
 
@@ -25,7 +25,7 @@ def nano(family: str = "vittt", *, options: dict | None = None, **kwargs) -> ViT
 
 
 def block_outputs(adapter: ViTAdapter) -> list:
-    """Filled with the output of every block at each forward pass."""
+    """A list that each forward pass fills with the outputs of all blocks."""
     found = []
     for block in adapter.trunk.blocks:
         block.register_forward_hook(lambda module, args, out: found.append(out))
@@ -38,7 +38,7 @@ def count(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("size, width, own", [("tiny", 192, 2_438_192), ("small", 384, 5_830_160), ("base", 768, 13_680_608)])
 def test_parameters_as_published(size, width, own):
-    """Backbone and adapter, in units of 0.01 M for VRWKV and ViT (Table 2 prints none of them more exactly)."""
+    """Backbone and adapter; for VRWKV and ViT in units of 0.01 M, as Table 2 prints nothing more exact."""
     totals = {}
     for family in FAMILIES:
         with torch.device("meta"):
@@ -65,7 +65,7 @@ def adapted(family: str, options: dict) -> ViTAdapter:
 
 @pytest.mark.parametrize("family, options", CASES)
 def test_before_training_the_backbone_is_the_plain_one(family, options):
-    """γ = 0: every block has what it has without an adapter, bit for bit."""
+    """With γ = 0 every block returns what it returns without an adapter, bit for bit."""
     adapter = adapted(family, options)
     found, image = block_outputs(adapter), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_drop_path_is_on_the_ffn_alone():
 
 
 def test_drop_path_rates():
-    """The full rate in every extractor, none in an injector, and from 0 to it in the backbone's blocks."""
+    """The full rate in every extractor, none in an injector, and rising from 0 to the full rate over the backbone's blocks."""
     adapter = nano(drop_path_rate=0.3)
     rates = {name: module.drop_prob for name, module in adapter.named_modules() if hasattr(module, "drop_prob")}
     assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | {
@@ -228,7 +228,7 @@ def test_initial_values():
 
 
 def test_which_tokens_are_added_to_the_maps():
-    """`each` and `last` differ by the tokens that they add, resized to the map; without norms in a map's end by nothing else."""
+    """`each` and `last` differ by the resized tokens that they add to a map, and by nothing else once the final norms are removed."""
     last, each, image = nano(features="last"), nano(features="each"), torch.randn(1, 3, 64, 96)
     found = block_outputs(last)
     for adapter in (last, each):
@@ -284,7 +284,7 @@ def test_frozen_backbone(family):
     assert adapter.prior.training and adapter.extractors[0].drop_path.training
     sum(out.square().sum() for out in adapter(torch.randn(2, 3, 32, 64))).backward()
     assert all(p.grad is None for p in adapter.backbone.parameters())
-    assert all(injector.gamma.grad.any() for injector in adapter.injectors)  # gradients come through the frozen blocks
+    assert all(injector.gamma.grad.any() for injector in adapter.injectors)  # gradients pass through the frozen blocks
 
 
 @pytest.mark.parametrize("family, options, backend", [("vittt", {"pool": "mid"}, "aot_eager"), ("deit", {}, "eager")])
@@ -298,7 +298,7 @@ def test_compiles_into_one_graph(family, options, backend):
 
 
 class _Detector(nn.Module):
-    """Something built on an adapter."""
+    """A model that is built on an adapter."""
 
     def __init__(self, adapter: ViTAdapter):
         super().__init__()
@@ -312,7 +312,7 @@ class _Detector(nn.Module):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_layer_decay(family, wrapped):
-    """Section 2.3: rate^(last - id), id 0 the embeddings, i + 1 block i, and the last everything else."""
+    """Section 2.3: rate^(last - id), where id is 0 for the embeddings, i + 1 for block i, and the last for everything else."""
     with torch.device("meta"):
         adapter = build_pyramid(f"{family}_tiny_patch16_224")
     model = _Detector(adapter) if wrapped else adapter
@@ -330,7 +330,7 @@ def test_layer_decay(family, wrapped):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weight_decay_is_left_out_where_the_recipe_leaves_it_out(family):
-    """Vectors and biases, by timm's rule; and by name only a norm or bias of more dimensions. Embeddings decay."""
+    """Vectors and biases, by timm's rule; by name only norms and biases of more dimensions. Embeddings decay."""
     adapter = nano(family)
     exempt = adapter.no_weight_decay()
     assert exempt <= {name for name, _ in adapter.named_parameters()}

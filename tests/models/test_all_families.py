@@ -1,4 +1,4 @@
-"""What holds for every family alike: timm's interface, the PlainBackbone protocol, images that do not see each other, torch.compile."""
+"""What holds for every family: timm's interface, the PlainBackbone protocol, independence of images, and torch.compile."""
 
 import os
 
@@ -13,7 +13,7 @@ from tests.models.helpers import nano, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
 OWN = "vittt", "vim", "vrwkv", "vit3"
-DEIT = ("deit", {"dynamic_img_size": True})  # timm's class, which takes images of any size only then
+DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
 VARIANTS = [
     *FAMILIES,
@@ -47,7 +47,7 @@ def test_registered_names():
 @each_variant
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
 def test_any_grid_and_the_protocol(family, options, size):
-    """Going through the parts is going through the model, and what is taken out between blocks is what passes there."""
+    """Running the parts one by one equals running the model, and intermediates are the tokens between its blocks."""
     model = shaken(nano(family, **options))
     image, grid = torch.randn(2, 3, *size), (size[0] // 16, size[1] // 16)
     backbone = as_plain_backbone(model)
@@ -105,7 +105,7 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(famil
 
 @each_variant
 def test_every_parameter_has_a_layer(family, options):
-    """For learning rates that decay from layer to layer."""
+    """Which learning rates that decay from layer to layer need."""
     model = shaken(nano(family, **options))
     names = [name for name, _ in model.named_parameters()]
     groups = timm.models.group_parameters(model, model.group_matcher())
@@ -127,7 +127,7 @@ def test_backend_is_set_and_named(family):
 
 @each_variant
 def test_an_image_alone_and_in_a_batch(family, options):
-    """What is learned at test time is learned from one image: the state begins anew for each, and nothing stays in the model."""
+    """What is learned at test time is learned from one image: each image starts from the initial state, and the model keeps nothing."""
     model = shaken(nano(family, **options))
     images = torch.randn(3, 3, 144, 144)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Opening weights from anywhere, and starting a training from them: every key is accounted for, and what does not fit is one line."""
+"""Opening weights from anywhere, and starting a training from them: every key is accounted for, and a misfit is one line."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_
 
 
 def train(path, name=NANO, *, classes=10, task=None, side=144, **options):
-    """The file that a training of random weights leaves, and its model."""
+    """Write the file that a training leaves, with random weights; returns its model."""
     torch.manual_seed(1)
     options = {**options, "num_classes": classes, "img_size": side}
     model = build_model(name, **options)
@@ -33,7 +33,7 @@ def train(path, name=NANO, *, classes=10, task=None, side=144, **options):
 
 
 def publish(monkeypatch, tmp_path, name, tag, **options):
-    """Point timm's published weights of a model at a local file of random weights; its model."""
+    """Let timm's published weights of a model be a local file of random weights; returns the model."""
     torch.manual_seed(1)
     model = timm.create_model(name, **options)
     save_file(model.state_dict(), tmp_path / "published.safetensors")
@@ -169,7 +169,7 @@ def test_initialise_with_other_classes_leaves_the_head_new(tmp_path, name, optio
     own = model.state_dict()
     head = {key for key in own if key.startswith(heads(name))}
     assert len(head) == 2 and {key for key, line in report.items() if line == "expected: new"} == head
-    # the file's head has the names of the model's, which are reported as new
+    # the heads of file and model have the same keys, which are reported as new
     assert {key for key, line in report.items() if line == "used"} == set(source) - head and set(report) == set(source)
     assert all(torch.equal(own[key], before[key]) for key in head)
     assert all(torch.equal(own[key], source[key]) for key in set(source) - head)
@@ -196,7 +196,7 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
     save_weights(tmp_path / "w.safetensors", source, name=name, **saved)
     model = build_model(name, **options, num_classes=10, img_size=96)
     report = initialise(model, open_weights(tmp_path / "w.safetensors"))
-    shared = source.prefix_positions(81) if family == "vim" else ()  # of Vim, the class token's row stays its own
+    shared = source.prefix_positions(81) if family == "vim" else ()  # in Vim, the class token keeps its own row
     patches = remove_tokens(source.pos_embed, shared).mT.reshape(1, 64, 9, 9)
     expected = F.interpolate(patches, size=(6, 6), mode="bicubic", align_corners=False).flatten(2).mT
     expected = insert_tokens(expected, source.pos_embed[:, list(shared)], model.prefix_positions(36) if shared else ())

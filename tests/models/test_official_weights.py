@@ -1,4 +1,4 @@
-"""Official checkpoints: every container they come in, one line for what does not fit, and positions on another grid."""
+"""Official checkpoints: all containers that they come in, one line for every misfit, and positions on another grid."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from tests.models.helpers import nano
 
 @pytest.fixture(scope="module")
 def release() -> dict:
-    """A small ViT3 of the official release: `weights` by their official names, x and logits."""
+    """A small ViT3 from the official release: `weights` under their official names, x and logits."""
     with np.load(Path(__file__).parents[1] / "data" / "vit3_model.npz") as file:
         tensors = {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
     weights = {key.removeprefix("state_dict/"): value for key, value in tensors.items() if key.startswith("state_dict/")}
@@ -34,7 +34,7 @@ def small() -> ViT3:
 
 
 class CfgNode(dict):
-    """As yacs has it: a dict with attributes of its own, pickled under its package's name."""
+    """Like the class of yacs: a dict with attributes of its own, pickled under the name of its package."""
 
     def __init__(self, content):
         super().__init__(content)
@@ -73,7 +73,7 @@ def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, con
     sys.modules["yacs.config"].CfgNode = CfgNode
     path = tmp_path / "official.pth"
     torch.save(CONTAINERS[container](release["weights"]), path, _use_new_zipfile_serialization=zipped)
-    monkeypatch.undo()  # what read it has no yacs
+    monkeypatch.undo()  # the reader has no yacs
     model = small()
     load_official(model, read_official(path))
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_no_code_of_a_file_is_run(tmp_path, monkeypatch):
 
 
 class MiddleToken(Backbone):
-    """A family with a position for its class token in the middle of the sequence, as Vim's."""
+    """A family like Vim, whose class token has a position in the middle of the sequence."""
 
     def __init__(self, img_size):
         super().__init__(img_size, 16, 3, 2, 4, 1, pool="mid", drop_rate=0.0)
@@ -181,7 +181,7 @@ class MiddleToken(Backbone):
 
 
 class TokenApart(MiddleToken):
-    """The same with another table for the class token."""
+    """The same, but the class token is not in the table of positions."""
 
     def __init__(self, img_size):
         super().__init__(img_size)
@@ -189,7 +189,7 @@ class TokenApart(MiddleToken):
 
 
 def official_state_dict(state_dict):
-    """Found by `load_official` as that of the families above."""
+    """`load_official` finds it as the translation of the two families above."""
     return {name.removeprefix("their."): value for name, value in state_dict.items()}
 
 
@@ -198,7 +198,7 @@ def positions(length: int) -> torch.Tensor:
 
 
 def official_file(embedding: torch.Tensor) -> dict:
-    """The stand-in's checkpoint: with 17 positions that of `MiddleToken`, with 16 that of `TokenApart`."""
+    """The checkpoint of `MiddleToken` for 17 positions, of `TokenApart` for 16."""
     state = MiddleToken(64).state_dict() | {"pos_embed": embedding}
     return {f"their.{name}": value for name, value in state.items()}
 

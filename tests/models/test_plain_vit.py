@@ -1,4 +1,4 @@
-"""Models outside the PlainBackbone protocol; what the protocol gives of those inside is in test_all_families.py."""
+"""Models that do not fulfil the PlainBackbone protocol; test_all_families.py tests those that do."""
 
 import pytest
 import timm

@@ -1,4 +1,4 @@
-"""Pyramids of plain and of hierarchical backbones: channels, strides, layers, and weights of which every key is accounted for."""
+"""Pyramids of plain and of hierarchical backbones: channels, strides, layers, and weights with every key accounted for."""
 
 from collections import Counter
 from pathlib import Path
@@ -32,7 +32,7 @@ NATIVE = [
 
 
 def trained(folder: Path, name: str = NANO, **options) -> tuple[Path, torch.nn.Module]:
-    """What a classification run leaves behind."""
+    """The file that a training of a classifier leaves, and its model."""
     torch.manual_seed(1)
     model = timm.create_model(name, num_classes=10, **options)
     path = folder / "weights.safetensors"
@@ -49,7 +49,7 @@ def native(name: str, options: dict, **kwargs) -> NativePyramid:
 @pytest.mark.parametrize(("name", "options", "channels"), [*NATIVE, (NANO, {}, (64,) * 4), ("deit_nano_patch16_144", {}, (64,) * 4)])
 @pytest.mark.parametrize(("height", "width"), [(64, 96), (70, 90)])
 def test_channels_and_strides(name, options, channels, height, width):
-    """Images that are no multiples of 32 are padded: 70 x 90 pixels give the maps of 96 x 96."""
+    """Images are padded to multiples of 32: 70 x 90 pixels give the maps of 96 x 96."""
     pyramid = build_pyramid(name, options=options).eval()
     assert pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
     assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid) and pyramid.built_from == (name, options)
@@ -65,8 +65,9 @@ def test_channels_and_strides(name, options, channels, height, width):
 @pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
 def test_native_maps_are_timms_with_a_norm(name, options, channels):
     """timm's own `features_only` model of the same weights, built for this size and with full windows, before our norms."""
-    pyramid = native(name, options)
-    size = {"img_size": 128, "always_partition": True} if "swin" in name else {}
+    swin = "swin" in name
+    pyramid = native(name, {**options, **({"img_size": 64} if swin else {})})  # where the last maps of a Swin are smaller than its windows
+    size = {"img_size": 128, "always_partition": True} if swin else {}
     theirs = timm.create_model(name, **options, **size, features_only=True, feature_cls="getter", out_indices=pyramid.indices).eval()
     own = {f"model.{key}": value for key, value in pyramid.backbone.state_dict().items()}
     theirs.load_state_dict(own | {key: value for key, value in theirs.state_dict().items() if "head." in key})
@@ -93,7 +94,7 @@ def test_recomputing_native_blocks_changes_nothing(name, options, channels):
     pyramid, gradients = shaken(native(name, options)).train(), []
     for module in pyramid.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
-            module.eval()  # their statistics would see each batch twice
+            module.eval()  # because their statistics would see each batch twice
     image = torch.randn(2, 3, 64, 64)
     for enable in (False, True):
         pyramid.set_grad_checkpointing(enable)
@@ -125,7 +126,7 @@ class Model(torch.nn.Module):
 
 
 def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
-    """By hand: the embedding, five groups (a stage's merging counts as its first block) in order, and everything else at the full rate."""
+    """By hand: the embedding, then six blocks in order (a stage's merging belongs to its first block), then everything else."""
     model = Model(native(SWIN, SMALL_SWIN))
     scales = {id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]}
     found = {name: scales[id(p)] for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Vim against the official mixer's tensors, the counts of its releases, a token-by-token reading, and timm's conventions."""
+"""Vim against tensors of the official mixer, published counts, a token-by-token implementation, and timm's conventions."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ WIDTHS = {"tiny": 192, "small": 384, "base": 768}
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_official_mixer(backend):
-    """Output and every gradient, with the state dict in the official names."""
+    """The output and every gradient, with a state dict under the official names."""
     data = {key: torch.from_numpy(np.asarray(x)) for key, x in np.load(OFFICIAL).items()}
     mixer = VimMixer(int(data["dim"]), depth=24)
     mixer.load_state_dict({key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")})
@@ -38,7 +38,7 @@ def test_official_mixer(backend):
     ("size", "params", "dense_g"), [("tiny", 7_148_008, "1.293"), ("small", 25_796_584, "4.851"), ("base", 97_598_440, "18.766")]
 )
 def test_parameters_and_macs_of_the_published_sizes(size, params, dense_g):
-    """Dense multiply-adds at 224 as published, and 4·T·E·N of the scan in each direction and block."""
+    """Dense multiply-adds at 224 as published, plus 4·T·E·N for the scan in each direction and block."""
     counted = cost(f"vim_{size}_patch16_224", {}, (224, 224))
     assert counted.num_params == params
     scan = 24 * 2 * 4 * 197 * 2 * WIDTHS[size] * 16
@@ -52,7 +52,7 @@ def test_macs_at_another_resolution_by_hand():
 
 
 def mixer_by_hand(mixer: VimMixer, x: torch.Tensor) -> torch.Tensor:
-    """Sections 1.2 and 1.3 of the model's definition, token by token, the backward branch by flipping."""
+    """Sections 1.2 and 1.3 of the model's definition token by token, with the backward branch by flipping."""
     x_in, z = (x @ mixer.in_proj.weight.T).chunk(2, -1)
     total = 0
     for flip, suffix, rates in ((False, "", mixer.A_log), (True, "_b", mixer.A_b_log)):
@@ -81,7 +81,7 @@ def test_mixer_by_hand():
 
 
 def test_model_as_the_release_runs_it():
-    """(h, r) carried side by side: r ← r + h, y = RMSNorm(r), h ← Mixer(y); the class token's feature after the last sum."""
+    """With (h, r) carried side by side: r ← r + h, y = RMSNorm(r), h ← Mixer(y); the class feature follows the last sum."""
     model = shaken(nano("vim", depth=3)).double()
     image = torch.randn(2, 3, 144, 144, dtype=torch.float64)
 
@@ -100,14 +100,14 @@ def test_model_as_the_release_runs_it():
 
 
 def test_drop_path_grows_over_the_branches():
-    """The release's list, [0] + linspace(0, p), belongs to the sums in front of the norms, the last one after all blocks."""
+    """The rates [0] + linspace(0, p) of the release belong to the sums before the norms; the last sum is after all blocks."""
     model = nano("vim", drop_path_rate=0.3)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
 
 
 def test_official_names():
-    """Those of the release's Vim-T, written out."""
+    """The names of the release's Vim-T, written out."""
     with torch.device("meta"):
         model = timm.create_model("vim_tiny_patch16_224")
     mixer = ["A_log", "A_b_log", "D", "D_b", "in_proj.weight", "out_proj.weight"]
@@ -157,7 +157,7 @@ def test_initialisation():
 
 
 def test_weight_decay():
-    """Vectors and biases aside, which every family exempts, only the embeddings: A_log and A_b_log decay."""
+    """Except for vectors and biases, which every family exempts, only the embeddings; A_log and A_b_log decay."""
     assert nano("vim").no_weight_decay() == {"pos_embed", "cls_token"}
 
 
@@ -177,7 +177,7 @@ def test_any_grid(size):
 
 
 def test_positions_on_another_grid():
-    """The patches' positions are resampled; the class token's own stays, and moves to the new middle."""
+    """The positions of the patches are resampled; the class token keeps its own, which moves to the new middle."""
     model = shaken(nano("vim"))
     with torch.no_grad():
         tokens, grid = model.embed(torch.zeros(1, 3, 80, 48))

@@ -57,7 +57,7 @@ def step_by_autograd(w: Tensor, loss: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 
 def block_by_autograd(block: InnerTraining, x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Image by image and head by head: the gradients of the inner losses by autograd, no closed form."""
+    """Image by image and head by head, with the gradients of the inner losses by autograd and no closed form."""
     N, C = x.shape[1:]
     H, d = block.num_heads, block.head_dim
     rows = []
@@ -81,7 +81,7 @@ def block_by_autograd(block: InnerTraining, x: Tensor, grid: tuple[int, int]) ->
 
 @pytest.mark.parametrize("grid", [(3, 5), (1, 4), (6, 2)])
 def test_block_is_a_damped_step_down_the_inner_loss(grid):
-    """Outer gradients too: through autograd's own inner gradients they are of second order."""
+    """Also for outer gradients, which are of second order through autograd's own inner gradients."""
     torch.manual_seed(0)
     block = InnerTraining(12, 3).double()
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_block_is_a_damped_step_down_the_inner_loss(grid):
 
 
 def test_a_zero_value_takes_no_step_and_has_finite_gradients():
-    """‖g‖ has no gradient at 0, which black images reach: v = 0 there when the bias is."""
+    """‖g‖ has no gradient at 0, where black images lead: v is 0 for them if the bias is."""
     block = InnerTraining(8, 2)
     x = torch.zeros(1, 6, 8, requires_grad=True)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_zero_value_takes_no_step_and_has_finite_gradients():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_inner_step_is_fp32_under_autocast(dtype):
-    """Truth in fp64, from the same rounded q, k and v: what is left is one rounding of the output."""
+    """Compared with fp64 on the same rounded q, k and v, only one rounding of the output remains."""
     torch.manual_seed(0)
     block = InnerTraining(32, 4)
     x = torch.randn(2, 35, 32)
@@ -129,7 +129,7 @@ def test_the_inner_step_is_fp32_under_autocast(dtype):
         with torch.autocast("cpu", dtype=dtype):
             block(x, (5, 7))
     exact_rounded, ours = learned[0].to(dtype), learned[1]
-    assert (ours == exact_rounded).float().mean() > 0.99  # the rest lies within fp32's error of the middle of two numbers
+    assert (ours == exact_rounded).float().mean() > 0.99  # the others are within an fp32 error of the midpoint of two numbers
 
 
 def test_low_precision_parameters_run_without_autocast():
@@ -155,7 +155,7 @@ def test_parameters_of_the_sizes(size, C, heads, count):
 
 
 def test_rows_and_columns_are_told_apart():
-    """An image and its transpose differ by the transposed grid alone, when every 3x3 window and the patches are symmetric."""
+    """If every 3x3 window and the patches are symmetric, the maps of an image and of its transpose are transposes."""
     model = nano("vit3").double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

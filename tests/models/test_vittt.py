@@ -1,4 +1,4 @@
-"""Vittt against the paper's arithmetic, against a token-by-token reading of Algorithm 1, and against timm's conventions."""
+"""Vittt against the paper's arithmetic, a token-by-token implementation of Algorithm 1, and timm's conventions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""VRWKV against the official release's tensors and sizes, against its equations token by token, and against timm's conventions."""
+"""VRWKV against tensors and sizes of the official release, its equations token by token, and timm's conventions."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ from repro.models.weights import load_official
 from tests.models.helpers import nano, relative, shaken
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_model.npz"
-OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: what the operator's formula counts, what the paper's script adds
+OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: in the operator's formula, and in the paper's script
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: what the operator
     [("tiny", 6_155_176, 5_962_176, 1.169), ("small", 23_820_136, 23_435_136, 4.593), ("base", 93_645_544, 92_876_544, 18.203)],
 )
 def test_sizes(size, params, backbone, macs_g):
-    """Parameters exactly; multiply-adds with the paper's constant in the place of the operator's own count."""
+    """Parameters exactly; multiply-adds with the paper's constant in place of the operator's own count."""
     with torch.device("meta"):
         model = timm.create_model(f"vrwkv_{size}_patch16_224")
     assert sum(p.numel() for p in model.parameters()) == params
@@ -72,7 +72,7 @@ def test_q_shift_by_hand(C):
 
 
 def spatial_by_hand(att, x, grid):
-    """The mixer token by token, sharing no code with it but Q-Shift."""
+    """The mixer token by token; it shares only Q-Shift with the model."""
     shifted = q_shift(x, grid)
     k, v, r = (m * x + (1 - m) * shifted for m in (att.spatial_mix_k, att.spatial_mix_v, att.spatial_mix_r))
     r, k, v = r @ att.receptance.weight.T, k @ att.key.weight.T, v @ att.value.weight.T

@@ -1,4 +1,4 @@
-"""`repro evaluate`: resolutions, --limit, --dtype, published weights and Table 1, on real digits with files of random weights."""
+"""`repro evaluate`: image sizes, --limit, --dtype, published weights and Table 1, on real digits with random weights."""
 
 import argparse
 import csv
@@ -128,7 +128,7 @@ def test_low_precision_is_recorded_and_close(weights, repro_cli, dtype):
 
 @pytest.fixture
 def published(monkeypatch, tmp_path):
-    """timm's configurations of some weights, pointed at local files of random weights with ten classes."""
+    """Let timm's published weights of models be local files of random weights with ten classes."""
 
     def publish(name, *, classes=10, damaged=False):
         model, _, tag = name.partition(".")
@@ -175,7 +175,7 @@ def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli
 
 @pytest.fixture
 def official(checkout, tmp_path):
-    """A ViT3 as its authors publish it, of random weights with ten classes, and the same in a file of this project."""
+    """A ViT3 in the form its authors publish, with random weights for ten classes, and the same in a file of this project."""
     name = "vit3_nano_patch16_144"
     torch.manual_seed(2)
     model = timm.create_model(name, num_classes=10)
@@ -233,7 +233,7 @@ def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, 
     assert code == 0, err
     fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights_hash"] != "timm")
     assert read["val_loss"] == fetched["val_loss"] and read["weights_file"] == "deit.pth"
-    assert "options" not in read  # of unknown origin: not for Table 1
+    assert "options" not in read  # the training data are unknown, so it does not count for Table 1
     path.write_bytes(path.read_bytes()[:1000])
     code, _, err = repro_cli(*command, "--weights", str(path))
     assert code == 2 and err.count("\n") == 1 and f"{path}: not a readable checkpoint of PyTorch" in err
@@ -299,7 +299,7 @@ def imagenet(checkout, repro_cli):
 
 
 def test_table1_without_a_network(imagenet, published, tmp_path):
-    """For real: the hub's client in a process of its own, with an endpoint that nobody serves and an empty cache."""
+    """The real client of the hub in a process of its own, with an endpoint that nobody serves and an empty cache."""
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "repro", "evaluate", "--table1", "--data", "imagenet", "--limit", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)

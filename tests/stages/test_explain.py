@@ -39,7 +39,7 @@ def write(path: Path, name: str, seed: int, **options) -> None:
 
 @pytest.fixture
 def weights(checkout) -> Path:
-    """A checkout with weights of a nano Vittt, snapshots before it, and a DeiT."""
+    """A checkout with the weights of a nano Vittt, earlier snapshots of it, and a DeiT."""
     write(WEIGHTS, "vittt_nano_patch16_144", 0, depth=2, chunk_size=4)
     for epoch, seed in ((0, 1), (1, 2)):
         write(WEIGHTS.parent / f"snapshots/epoch_{epoch:03d}.safetensors", "vittt_nano_patch16_144", seed, depth=2, chunk_size=4)

@@ -1,4 +1,4 @@
-"""`repro export`: the files are read by the programs that they are for, and what cannot be exported is one line."""
+"""`repro export`: the target programs read the files, and what cannot be exported is one line."""
 
 import json
 
@@ -12,6 +12,7 @@ from repro.core.hashing import hash_file
 from repro.models.checkpoints import open_weights
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
+from tests.models.helpers import shaken
 
 CLASSES = ["ant", "bee", "cat"]
 PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_pct": 0.9, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
@@ -19,16 +20,13 @@ PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_p
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Write the weights of a small model with parameters off their initial values -> their path."""
+    """Write the weights of a small model, with parameters away from their initial values; returns their path."""
     monkeypatch.chdir(tmp_path)
 
     def save(family: str, task: dict | None = None, **options):
         torch.manual_seed(0)
         name, options = f"{family}_nano_patch16_144", {"img_size": 48, "depth": 1, "num_classes": 3, **options}
-        model = build_model(name, **options)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
+        model = shaken(build_model(name, **options))
         path = tmp_path / "trained" / "weights.safetensors"
         save_weights(path, model, name=name, options=options, preprocessing=PREPROCESSING, classes=CLASSES, task=task)
         return path
