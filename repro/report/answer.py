@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import UserError
 from ..core.figures import against_resolution
 from ..core.record import read_json
 from .claims import Report, Verdict
@@ -66,11 +67,14 @@ def readme_blocks(report: Report) -> dict[str, str]:
 
 
 def find_pipeline_seconds(results: Results) -> float | None:
-    """The seconds of all stages together, from the files beside their records that Git does not keep; None where one is missing."""
+    """The seconds of all stages together, from the files beside their records that Git does not keep; None where one is missing or damaged."""
     files = [results.paths.root / source.run_file for source in results.own_sources]
     if not files or not all(file.is_file() for file in files):
         return None
-    return sum(read_json(file)["seconds"] for file in files)
+    try:
+        return sum(read_json(file)["seconds"] for file in files)
+    except UserError:
+        return None
 
 
 def draw_contest(report: Report, folder: Path) -> None:
@@ -172,6 +176,7 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
         seeds = " or ".join(dict.fromkeys(_count_seeds(source) for source in sources))
         scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}"
+        scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
     return facts
 

@@ -72,6 +72,14 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     return Section(title, (paragraph(text), table(header, rows)))
 
 
+REPEATS = (
+    "Which numbers repeat: counts of parameters and multiply-adds, the generated data sets and their manifests are the same on every "
+    "machine. Trained weights, and with them every accuracy, AP, mIoU, probe and map of a trained model, repeat to the bit only with the "
+    "same versions on a CPU with the same vector instructions and as many threads: another CPU rounds its sums differently, and a training "
+    "amplifies the difference. Times and memory differ from run to run."
+)
+
+
 def provenance(results: Results) -> Section:
     """Every record with what explains its numbers."""
     rows = []
@@ -87,7 +95,7 @@ def provenance(results: Results) -> Section:
         return Section("Provenance", (paragraph("No record was found under ", code("results/"), ": ", code("dvc repro"), " makes them."),))
     header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     text = "Each record names what explains its numbers; code and params are hashes."
-    return Section("Provenance", (paragraph(text), table(header, rows)))
+    return Section("Provenance", (paragraph(text), paragraph(REPEATS), table(header, rows)))
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from repro.core.paths import Paths
-from repro.report.answer import find_speeds, readme_blocks
+from repro.report.answer import answer_blocks, find_speeds, readme_blocks
 from repro.report.claims import judge_paper
+from repro.report.markdown import render_blocks
 from repro.report.results import Results
 from stages import profile, stage_names, verb_of
 from stages.report import ReportParams, load_scores, run
@@ -45,9 +46,10 @@ def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **m
     )
 
 
-def facts(checkout) -> dict[str, list[str]]:
-    """What -> [ours, scope] of README's table."""
-    block = readme_blocks(checkout.report())["results"]
+def facts(checkout, readme: bool = False) -> dict[str, list[str]]:
+    """What -> [ours, scope] of the table on top of the page, or of README's."""
+    report = checkout.report()
+    block = readme_blocks(report)["results"] if readme else render_blocks(answer_blocks(report))
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()[4:]]
     return {row[0]: row[1:] for row in rows}
 
@@ -68,10 +70,10 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     speeds(checkout)
     found = facts(checkout)
     ours, scope = found["Vittt-T against DeiT-T at 224²"]
-    assert "Vittt-T 40.0 ms and 60.0 MiB; DeiT-T with fused attention 10.0 ms and 50.0 MiB, so Vittt-T is 0.250× as fast" in ours
+    assert "Vittt-T: 40.0 ms, 60.0 MiB; DeiT-T, fused: 10.0 ms, 50.0 MiB (Vittt-T 0.250× as fast)" in ours
     assert scope == f"{checkout.CPU}, batch 1, fp32, infer; run by hand"
-    ours, _ = found["Vittt-T against DeiT-T at 1280²"]
-    assert "2500 ms and 190 MiB, so Vittt-T is 2.50× as fast; DeiT-T with unfused attention oom" in ours
+    ours, scope = found["Vittt-T against DeiT-T at 1280²"]
+    assert "2500 ms, 190 MiB (Vittt-T 2.50× as fast); DeiT-T, unfused: oom" in ours and scope == "the same"
     assert found["anything on a GPU"] == ["**not measured**", "no record is of a GPU"]
 
 
@@ -97,6 +99,7 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
         (row,) = [row for label, row in found.items() if word in label]
         assert row[0] == f"none of {number} is measured" and row[1] not in ("", "–")
     assert "picture" not in readme_blocks(checkout.report())
+    assert list(facts(checkout, readme=True)) == ["Vittt-T against DeiT-T"]  # README says in words what is not measured
 
 
 def test_runs_on_embedded_data_name_seeds_intervals_and_what_needs_no_learning(checkout):
