@@ -8,8 +8,15 @@ Stage modules import nothing heavy, so that `repro --help` answers at once and `
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; all of them without it.")]
+GpusOption = Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")]
 
 # the headings under which the verbs are listed, in this order
 PURPOSES = {"graph": "Stages of the pipeline", "use": "Use a trained model", "check": "Before and between runs", "prove": "Proof"}
@@ -23,24 +30,32 @@ class Stage:
         purpose: the heading under which the verb is listed; `graph` for the stages of dvc.yaml.
         params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
-        task: of a stage that trains, the name of its task in `repro.tasks`.
-        scores: keys of the records' metrics that say how good a model is -> what the report calls them.
-        cost: what `repro plan` charges: (planner, params or {cell: params}) -> rows, see `repro.planning`; None where it costs nothing.
-        entries: params (of a cell) -> modules beside the stage's own whose sources determine its results, e.g. the model family's.
+        task: of a stage that trains, its task.
+        cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows; None where it costs
+            nothing. It is a name, because an import would make the results of the stage depend on the sources of the plan.
+        models: params (of a cell) -> the names of the models on whose sources its results depend.
+        modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement names.
+        files: patterns of other files than modules on which its results depend, from the checkout's root.
     """
 
     purpose: Literal["graph", "use", "check", "prove"] = "graph"
     params: type | None = None
     cells: bool = False
-    task: str | None = None
-    scores: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    cost: Callable[[Any, Any], list[Any]] | None = None
-    entries: Callable[[Any], list[str]] | None = None
+    task: Any = None
+    cost: str | None = None
+    models: Callable[[Any], Iterable[str]] = lambda params: ()
+    modules: Callable[[Any], Iterable[str]] = lambda params: ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def scores(self) -> Mapping[str, str]:
+        """The keys of its records' metrics that say how good a model is -> what the report calls them."""
+        return self.task.scores if self.task else {}
 
 
 def stage_names() -> list[str]:
     """The names of all stages, which are those of their modules, in alphabetical order."""
-    library = ("training", "dense", "subject", "ablate_grid", "efficiency_sweep", "selftest_lab")
+    library = ("selftest_lab",)
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in library]
 
 
@@ -54,6 +69,29 @@ def load_stages() -> dict[str, Stage]:
     return {name: load_module(name).STAGE for name in stage_names()}
 
 
+def list_families() -> list[str]:
+    """The modules of `repro.models`, each with all that it imports of it; found without importing them."""
+    return [f"repro.models.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])]
+
+
 def verb_of(name: str) -> str:
     """The word on the command line for a stage."""
     return name.replace("_", "-")
+
+
+# the end of what a verb does, and the beginning of how: a semicolon, a colon, a comma in front of a clause, the final stop
+_CLAUSE = re.compile(r"[;:]|, (?=(?:and|before|each|for|on|over|with)\b)|[.]$")
+
+
+def describe_verbs() -> str:
+    """The verbs by purpose, as Markdown: each with the first clause of its help. README.md has this list."""
+    table, lines = load_stages(), ["```"]
+    for purpose, heading in PURPOSES.items():
+        lines.append(heading)
+        for name in (name for name, stage in table.items() if stage.purpose == purpose):
+            module, verb = load_module(name), verb_of(name)
+            if hasattr(module, "app"):
+                verb += " " + "|".join(command.callback.__name__ for command in module.app.registered_commands)
+            text = module.app.info.help if hasattr(module, "app") else module.command.__doc__
+            lines.append(f"  {verb:<29} {_CLAUSE.split(text.splitlines()[0])[0]}")
+    return "\n".join([*lines, "```"])

@@ -1,6 +1,7 @@
 """`repro baselines`: train the families that Vittt is compared with, by the code of `repro pretrain` (Table 1)."""
 
-from .pretrain import STAGE, CellOption, GpusOption, ReplayOption, train
+from . import CellOption, GpusOption
+from .pretrain import STAGE, ReplayOption, train
 
 __all__ = ["STAGE", "command"]
 

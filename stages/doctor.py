@@ -18,9 +18,9 @@ from repro.core.errors import RunError, UserError
 from repro.core.packages import INSTALL, REINSTALL, Line, check_floors, check_kernels, check_lock, check_mmseg, version
 from repro.core.paths import Paths, find_root
 from repro.core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
+from repro.data.kinds import KINDS
 
 from . import Stage
-from .plan import KNOWN_GB
 from .prepare_data import PrepareData
 from .profile import active
 
@@ -164,7 +164,7 @@ def _space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
     wanted = {"project folder": (paths.root, WORK_GB), ".runs": (paths.root / ".runs", WORK_GB)}
     for kind in runtime.data_roots:
         root = runtime.data_root(paths, kind)
-        wanted[f"data root {kind}"] = root, 0 if os.path.exists(root) else KNOWN_GB.get(kind, 0)
+        wanted[f"data root {kind}"] = root, 0 if os.path.exists(root) else KINDS[kind].size_gb or 0
     for name, (folder, need_gb) in wanted.items():
         while not os.path.isdir(folder):
             folder = folder.parent

@@ -17,7 +17,7 @@ STAGE = Stage()
 
 
 def command() -> None:
-    """Record the machine and the versions that benchmark numbers depend on."""
+    """Record the machine and its versions, on which benchmark numbers depend."""
     run(find_root())
 
 

@@ -1,4 +1,4 @@
-"""README's layout tree and the tree are the same; imports point one way; nothing speaks of one machine."""
+"""The layout in docs/architecture.md and the tree are the same; imports point one way; nothing speaks of one machine."""
 
 import ast
 import re
@@ -19,8 +19,8 @@ def tracked() -> list[str]:
     return [name for name in listed if name and (ROOT / name).exists()]
 
 
-def test_readme_tree_is_the_tree():
-    block = re.search(r"## Layout\n.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+def test_the_layout_is_the_tree():
+    block = re.search(r"## Layout\n.*?```\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.S)[1]
     lines = [line.split(maxsplit=1) for line in block.splitlines() if line.strip()]
     assert all(len(line) == 2 for line in lines), "every entry has a caption"
     deep = ("repro", "kernels", "results")  # shown one level further
@@ -33,32 +33,32 @@ def test_readme_tree_is_the_tree():
     assert {path for path, _ in lines} == expected
 
 
-# package -> what it may import of ours (itself aside)
+# room -> the rooms that it may import beside itself; a line may name rooms above it only
 ALLOWED = {
-    "kernels": set(),
-    "repro.core": set(),
-    "repro.data": {"repro.core"},
-    "repro.engine": {"repro.core"},
-    "repro.models": {"kernels", "repro.core"},
-    "repro.measure": {"kernels", "repro.models"},
-    "repro.explain": {"kernels", "repro.core", "repro.models"},
-    "repro.tasks": {"repro.core", "repro.data", "repro.models"},
-    "repro.report": {"repro.core"},
-    "stages": {
-        "kernels",
-        "repro.core",
-        "repro.data",
-        "repro.engine",
-        "repro.models",
-        "repro.measure",
-        "repro.explain",
-        "repro.tasks",
-        "repro.report",
-    },
+    "kernels": (),
+    "repro.core": (),
+    "repro.data": ("repro.core",),
+    "repro.models": ("kernels", "repro.core"),
+    "repro.report": ("repro.core",),
+    "repro.training": ("repro.core",),
+    "repro.measure": ("kernels", "repro.models"),
+    "repro.explain": ("kernels", "repro.core", "repro.models"),
+    "repro.tasks": ("repro.core", "repro.data", "repro.models", "repro.training"),
+    "repro.inference": ("kernels", "repro.core", "repro.data", "repro.models", "repro.explain", "repro.tasks"),
+    "repro.benchmark": ("kernels", "repro.core", "repro.models", "repro.measure"),
+    "repro.training.job": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks", "repro.measure"),
+    "repro.faults": ("repro.core", "repro.training"),
+    "repro.graph": ("repro.core", "repro.training.job"),
+    "repro.papers": ("repro.core", "repro.data", "repro.models", "repro.report", "repro.tasks", "repro.training.job"),
+    "repro.planning": ("repro.core", "repro.data", "repro.measure", "repro.benchmark", "repro.report", "repro.papers"),
 }
-# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors)
+ALLOWED["stages"] = tuple(ALLOWED)
+ALLOWED["repro.cli"] = ("repro.core", "stages")
+# the part of repro.training that builds and records what the engine trains
+JOBS = ("job", "cells", "grid", "throughput")
+# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors, huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.measure")
-LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors"}
+LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}
 
 
 def imported(path: Path, package: str) -> set[str]:
@@ -77,16 +77,78 @@ def sources(package: str) -> list[Path]:
     return [ROOT / name for name in tracked() if name.endswith(".py") and name.startswith(package.replace(".", "/") + "/")]
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_imports_point_one_way(package):
-    for path in sources(package):
-        own = ".".join(path.relative_to(ROOT).parent.parts)
-        for name in imported(path, own):
-            if name.split(".")[0] not in ("repro", "kernels", "stages") or name in ("repro", "stages"):
-                continue
-            target = "kernels" if name.split(".")[0] == "kernels" else ".".join(name.split(".")[:2])
-            if target != package and not (package == "stages" and target.startswith("stages")):
-                assert target in ALLOWED[package], f"{path.relative_to(ROOT)} imports {name}"
+def room_of(module: str) -> str:
+    """The room of a module or of a name in it."""
+    parts = module.split(".")
+    if parts[0] != "repro":
+        return parts[0]
+    if parts[1] == "training" and len(parts) > 2 and parts[2] in JOBS:
+        return "repro.training.job"
+    return ".".join(parts[:2])
+
+
+def modules() -> dict[str, Path]:
+    """Every first-party module by its dotted name; a package by its own."""
+    found = {}
+    for name in tracked():
+        if name.endswith(".py") and name.split("/")[0] in ("repro", "kernels", "stages"):
+            found[name[:-3].replace("/", ".").removesuffix(".__init__")] = ROOT / name
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> the first-party modules that it imports, anywhere in its file; the packages that it lies in are left out."""
+    known = modules()
+    graph = {}
+    for name, path in known.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        graph[name] = {target for target in imported(path, package) if target in known and not f"{name}.".startswith(f"{target}.")}
+    return graph
+
+
+def test_imports_point_one_way():
+    for name, targets in import_graph().items():
+        if name in ("repro", "repro.__main__"):
+            continue
+        room = room_of(name)
+        for target in targets - {"repro"}:
+            assert room_of(target) in (room, *ALLOWED[room]), f"{name} imports {target}"
+
+
+def test_there_are_no_import_cycles():
+    """Also none through imports inside functions; a package stands for its __init__.py."""
+    graph, state = import_graph(), {}
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        state[name] = "open"
+        for target in sorted(graph[name]):
+            assert state.get(target) != "open", (
+                f"import cycle: {' -> '.join([*path[path.index(target) if target in path else 0 :], name, target])}"
+            )
+            if target not in state:
+                visit(target, (*path, name))
+        state[name] = "done"
+
+    for name in sorted(graph):
+        if name not in state:
+            visit(name, ())
+
+
+def test_no_room_opens_files_of_another_by_path():
+    """`__file__` leads to files in the module's own folder or below; the checkout's root is `repro.core.paths`."""
+    own = re.compile(r"Path\(__file__\)\.(with_name\(|parent\b(?!s|\.parent))")
+    exceptions = {"stages/__init__.py", "repro/measure/speed.py"}  # the families without importing them; the path of a new process
+    for path in modules().values():
+        name = path.relative_to(ROOT).as_posix()
+        for line in path.read_text().splitlines():
+            if "__file__" in line and name not in exceptions and not name.startswith("repro/faults/"):
+                assert own.search(line) or "repro.__file__" in line or "kernels" in name, f"{name}: {line.strip()}"
+
+
+def test_modules_are_short():
+    for path in modules().values():
+        name, lines = path.relative_to(ROOT).as_posix(), len(path.read_text().splitlines())
+        assert lines <= (150 if name.startswith("stages/") else 450), f"{name} has {lines} lines"
 
 
 @pytest.mark.parametrize("package", LIGHT)

@@ -29,7 +29,7 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
     import pandas as pd
 
     try:
-        table = pd.read_csv(path)
+        table = pd.read_csv(path).convert_dtypes()  # a column of whole numbers stays whole where a cell is empty
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:

@@ -15,10 +15,10 @@ def short_hash(content: bytes | memoryview | str) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:DIGITS]
 
 
-def hash_file(path: Path) -> str:
-    """The short hash of a file's content; raises OSError as reading does."""
+def hash_file(path: Path, digits: int = DIGITS) -> str:
+    """The short hash of a file's content, or more of its 64 digits; raises OSError as reading does."""
     with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:DIGITS]
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:digits]
 
 
 def hash_files(root: Path, files: Iterable[str]) -> str:

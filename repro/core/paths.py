@@ -38,8 +38,8 @@ class Paths:
         return self.results / "measured" / device
 
     def run_state(self, stage: str, cell: str, key: str) -> Path:
-        """`.runs/<stage>/<cell>-<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
-        return self.root / ".runs" / stage / f"{cell}-{key}"
+        """`.runs/<stage>/<cell>/<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
+        return self.root / ".runs" / stage / cell / key
 
     def logs(self, stage: str, cell: str) -> Path:
         """`.runs/logs/<stage>/<cell>`: what a run says while it goes, kept when it is done."""
@@ -50,7 +50,7 @@ def find_root(start: Path | None = None) -> Paths:
     """The nearest folder at or above `start` (default: the working directory) that holds params.yaml and dvc.yaml.
 
     Raises:
-        UserError: there is none.
+        UserError: no such folder exists.
     """
     start = (start or Path(os.getcwd())).resolve()
     for folder in (start, *start.parents):

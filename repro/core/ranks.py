@@ -82,7 +82,7 @@ class Ranks:
 
 
 def launch(processes: int, arguments: list[str]) -> None:
-    """Run `repro ARGUMENTS` in so many processes of this machine under torchrun, and end as it ends.
+    """Run `repro ARGUMENTS` under torchrun in `processes` processes of this machine, and end as it ends.
 
     A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the last saved
     state. SIGINT and SIGTERM are handed on: every process finishes its step and saves.

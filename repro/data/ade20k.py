@@ -1,9 +1,9 @@
 """ADE20K's 150 classes, and what is laid out as they are: pairs of an image and a label map.
 
     <root>/images/{training,validation}/<stem>.jpg      <root>/annotations/{training,validation}/<stem>.png
-    <root>/objectInfo150.txt: a line for each class after the heading, its name in the last column
+    <root>/objectInfo150.txt: a heading and then a line for each class, with its name in the last column
 
-A label map has 8 bits, 0 where nothing is labelled and 1..K for the classes.
+A label map has 8 bits: 0 where nothing is labelled, and 1..K for the classes.
 """
 
 import os
@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.errors import UserError
+from .findings import RAISE_FIRST, BadData, Finding, Report
+from .manifest import Folder, record_files
 from .pixels import read_labels, read_pixels
-from .tree import list_images
+from .settings import SPLITS
+from .tree import list_entries, list_images
 
 FOLDERS = {"train": "training", "val": "validation"}
-_RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
+RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
 
 
 class AdePairs:
@@ -25,24 +27,27 @@ class AdePairs:
     Args:
         root: ADEChallengeData2016, or the folder that holds it.
         split: `train` or `val`.
+        report: takes what is wrong: a folder or the list of classes that is missing, an image or a label map that is empty or has no
+            partner, a split without images; warnings for files that are not images.
 
     Raises:
-        UserError: a folder or the list of classes missing, an image or a label map without its partner, no pair at all.
+        UserError: an error, if the report raises it.
     """
 
-    def __init__(self, root: Path, split: str):
-        base = ade_base(root)
-        self.classes = _read_classes(base)
+    def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST):
+        base = find_base(root)
+        self.classes = _read_names(base, report)
         self._images, self._labels = (base / part / FOLDERS[split] for part in ("images", "annotations"))
-        images, labels = ([name for name, _ in list_images(folder)] for folder in (self._images, self._labels))
-        stems = [{os.path.splitext(name)[0] for name in names} for names in (images, labels)]
-        if single := sorted(stems[0] ^ stems[1]):
-            here, what = (self._images, "label map") if single[0] in stems[0] else (self._labels, "image")
-            raise UserError(f"{here / os.fsdecode(single[0])}: has no {what} ({len(single):,} such files); {_RELEASE}")
-        if not images:
-            raise UserError(f"{self._images}: holds no image; {_RELEASE}")
+        found = (list_images(folder, report, RELEASE) for folder in (self._images, self._labels))
+        images, labels = ({os.path.splitext(name)[0]: name for name in names} if names is not None else None for names in found)
+        if images is not None and labels is not None:
+            single = [(self._images / images[stem], "has no label map") for stem in sorted(images.keys() - labels.keys())]
+            single += [(self._labels / labels[stem], "has no image") for stem in sorted(labels.keys() - images.keys())]
+            report.errors(single, RELEASE)
+        images, labels = images or {}, labels or {}
+        pairs = sorted((images[stem], labels[stem]) for stem in images.keys() & labels.keys())
         # arrays, since lists would be copied into every worker process page by page
-        self._names = np.array(images, dtype=np.bytes_), np.array(labels, dtype=np.bytes_)
+        self._names = tuple(np.array([os.fsencode(pair[part]) for pair in pairs], dtype=np.bytes_) for part in (0, 1))
 
     def __len__(self) -> int:
         return len(self._names[0])
@@ -60,29 +65,51 @@ class AdePairs:
         """A pair: image (H, W, 3) uint8, red first, and label map (H, W) uint8 with values 0..K.
 
         Raises:
-            UserError: a file that cannot be decoded, a label above K, or two different sizes.
+            UserError: see `read_pair`.
         """
-        image_path, label_path = self.paths(index)
-        image, labels = read_pixels(image_path), read_labels(label_path)
-        if labels.shape != image.shape[:2]:
-            found, wanted = (f"{shape[1]}×{shape[0]}" for shape in (labels.shape, image.shape))
-            raise UserError(f"{label_path}: is {found}, its image {wanted}; {_RELEASE}")
-        if labels.max() > len(self.classes):
-            raise UserError(f"{label_path}: holds label {labels.max()}, at most {len(self.classes)} expected; {_RELEASE}")
-        return image, labels
+        return read_pair(*self.paths(index), len(self.classes))
 
 
-def ade_base(root: Path) -> Path:
+def read_pair(image_path: Path, label_path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """An image (H, W, 3) uint8, red first, and its label map (H, W) uint8 with values 0..num_classes.
+
+    Raises:
+        UserError: a file that cannot be decoded, a label above `num_classes`, or two different sizes.
+    """
+    image, labels = read_pixels(image_path), read_labels(label_path)
+    if labels.max() > num_classes:
+        raise BadData(Finding("error", label_path, f"holds label {labels.max()}, at most {num_classes} expected", RELEASE))
+    if labels.shape != image.shape[:2]:
+        found, wanted = (f"{shape[1]}×{shape[0]}" for shape in (labels.shape, image.shape))
+        raise BadData(Finding("error", label_path, f"is {found}, its image {wanted}", RELEASE))
+    return image, labels
+
+
+def read_classes(root: Path, report: Report = RAISE_FIRST) -> tuple[str, ...]:
+    """The names of the classes 1..K; judges the pairs of both splits, and raises UserError as `AdePairs` does."""
+    return [AdePairs(root, split, report).classes for split in SPLITS][-1]
+
+
+def find_base(root: Path) -> Path:
     """ADEChallengeData2016, whether it is `root` or lies in it."""
     inside = root / "ADEChallengeData2016"
     return inside if inside.is_dir() else root
 
 
-def _read_classes(root: Path) -> tuple[str, ...]:
-    files = sorted(root.glob("objectInfo*.txt"))
+def list_folders(root: Path, split: str, prefix: str) -> list[Folder]:
+    """The folders of images and of label maps of a split; `prefix` begins their names in the manifest."""
+    base, names = find_base(root), [f"{part}/{FOLDERS[split]}" for part in ("images", "annotations")]
+    return [Folder(prefix + name, base / name, record_files(list_entries(base / name).images)) for name in names]
+
+
+def _read_names(base: Path, report: Report) -> tuple[str, ...]:
+    """The names of the classes 1..K from objectInfo<K>.txt; none where the report lets the reading continue after an error."""
+    files = sorted(base.glob("objectInfo*.txt"))
     if len(files) != 1:
-        raise UserError(f"{root}: {len(files)} files objectInfo<classes>.txt, which name the classes, one expected; {_RELEASE}")
+        report.error(base, f"expected one file objectInfo<K>.txt with the names of the classes, found {len(files)}", RELEASE)
+        return ()
     rows = [line.split("\t") for line in files[0].read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
     if not rows or [row[0].strip() for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
-        raise UserError(f"{files[0]}: expected a heading and lines that begin with 1, 2, 3, ..., parted by tabs; {_RELEASE}")
+        report.error(files[0], "expected a heading and lines that begin with 1, 2, 3, ..., with tabs between the columns", RELEASE)
+        return ()
     return tuple(row[-1].strip() for row in rows)

@@ -4,22 +4,27 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
-from .ade20k import AdePairs
-from .coco import read_instances
-from .dense import open_dense
-from .manifest import Manifest, open_root, read_manifest
-from .tree import Tree
+from .kinds import KINDS, Format, Kind, load_module
+from .manifest import Manifest, read_manifest, verify, verify_classes
+from .settings import SPLITS
+from .tree import Tree, scan_tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataCell:
     """A cell of `prepare_data:` whose manifest was written.
 
+    Each `open_*` compares the data set with the manifest first, and writes an embedded one that is missing. The readers of dense formats
+    are loaded by name, so that an edit in one leaves the code hash of a classifier's training as it is; whoever uses one imports it.
+
     Args:
-        name: the cell's.
-        manifest_path: its file, on which every result from this data depends.
+        name: the name of the cell.
+        manifest_path: the file on which every result from this data depends.
         manifest: its content.
         root: the folder that holds the data set.
     """
@@ -34,22 +39,56 @@ class DataCell:
         """The kind of the data set, e.g. `imagenet`."""
         return self.manifest.kind
 
+    @property
+    def _row(self) -> Kind:
+        return KINDS[self.kind]
+
     def open_tree(self) -> Tree:
-        """The images by class, found to be those of the manifest; raises UserError."""
-        return open_root(self.root, self.manifest)
+        """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
+        tree = scan_tree(self._find_part("folders"), self.kind)
+        verify_classes(self.manifest, self.root, tree.classes)
+        verify(self.manifest, self.root, {split: tree.list_folders(split) for split in SPLITS})
+        return tree
 
     def open_instances(self, split: str) -> Any:
-        """The annotated objects of a split (COCO's format), found to be those of the manifest; raises UserError."""
-        return read_instances(open_dense(self.root, self.manifest, "coco"), split)
+        """The annotated objects of a split in COCO's format; raises UserError where they are not those of the manifest."""
+        base, coco = self._find_part("coco"), load_module("coco")
+        verify(self.manifest, self.root, {split: coco.list_folders(base, split, self._row.prefix("coco"))})
+        return coco.read_instances(base, split)
 
-    def open_pairs(self, split: str) -> AdePairs:
-        """The images of a split with their label maps (ADE20K's format), found to be those of the manifest; raises UserError."""
-        return AdePairs(open_dense(self.root, self.manifest, "ade20k"), split)
+    def open_pairs(self, split: str) -> Any:
+        """The images of a split and their label maps in ADE20K's format; raises UserError where they are not those of the manifest."""
+        base, ade20k = self._find_part("ade20k"), load_module("ade20k")
+        verify(self.manifest, self.root, {split: ade20k.list_folders(base, split, self._row.prefix("ade20k"))})
+        return ade20k.AdePairs(base, split)
+
+    def groups(self, tree: Tree) -> np.ndarray | None:
+        """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See `TrainOrder`."""
+        return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self._row.paired else None
+
+    def _find_part(self, part: Format) -> Path:
+        """Where the part of a format begins."""
+        if part not in self._row.parts:
+            kinds = " or ".join(kind.name for kind in KINDS.values() if part in kind.parts)
+            raise UserError(f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}")
+        if self.manifest.generated is not None and not self.root.exists():
+            self._row.write(self.root, self.manifest.generated)
+        return self.root / self._row.parts[part]
 
 
 def manifest_path(paths: Paths, name: str) -> Path:
     """Where the manifest of a cell lies."""
     return paths.cell("prepare_data", name) / "manifest.json"
+
+
+def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
+    """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises UserError where
+    there is neither."""
+    key = name if name in runtime.data_roots else kind
+    if key not in runtime.data_roots:
+        hint = did_you_mean(name, runtime.data_roots)
+        raise UserError(f"runtime.data_roots: has neither {name} nor {kind}; say where the data set lies{hint}")
+    return runtime.data_root(paths, key)
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
@@ -60,4 +99,4 @@ def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     """
     file = manifest_path(paths, name)
     manifest = read_manifest(file)
-    return DataCell(name=name, manifest_path=file, manifest=manifest, root=runtime.data_root(paths, manifest.kind))
+    return DataCell(name=name, manifest_path=file, manifest=manifest, root=find_root(paths, runtime, name, manifest.kind))

@@ -1,4 +1,4 @@
-"""Detection samples: boxes and masks that follow every change of their image, which stays bytes; the model normalises and pads."""
+"""Detection samples: boxes and masks that follow every change of their image. Images stay bytes; the model normalises and pads."""
 
 import math
 from typing import Any
@@ -12,26 +12,26 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from ..core.errors import UserError
-from .coco import Instances
-from .pixels import read_pixels
+from .coco import Instances, read_image
+from .findings import BadData, Finding
 from .randomness import own_randomness
 from .settings import DetectionTransformSettings
 
 Target = dict[str, Any]
-_LEAST_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
+_MIN_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
 
 
 class CocoDetection(Dataset):
-    """Images and their targets. Items are asked for by (epoch, index), and the augmentation depends on these and the seed alone.
+    """Images and their targets. Items are indexed by (epoch, index), and the augmentation depends only on these and on the seed.
 
-    Evaluation takes every image; training leaves those out that have no target or a side of less than 32 pixels. One that cannot be
-    read, or is not as the annotations say, ends the run.
+    Evaluation takes every image; training leaves out images without a target or with a side of less than 32 pixels. An image that
+    cannot be read, or that contradicts the annotations, ends the run.
 
     Args:
         instances: see `coco.read_instances`.
         settings: sizes and, for training, random changes.
-        training: whether to change at random.
-        seed: of the augmentation.
+        training: whether to apply the random changes.
+        seed: seed of the augmentation.
 
     Raises:
         UserError: no image is left to train on.
@@ -39,10 +39,10 @@ class CocoDetection(Dataset):
 
     def __init__(self, instances: Instances, settings: DetectionTransformSettings, *, training: bool, seed: int = 0):
         self.instances, self.settings, self.training, self.seed = instances, settings, training, seed
-        usable = (np.diff(instances.starts) > 0) & (instances.sizes >= _LEAST_SIDE_PX).all(axis=1)
+        usable = (np.diff(instances.starts) > 0) & (instances.sizes >= _MIN_SIDE_PX).all(axis=1)
         self._places = np.flatnonzero(usable | (not training))
         if training and not len(self._places):
-            raise UserError(f"{instances.file}: not one of {len(instances.names)} images has an instance to learn from; add some")
+            raise UserError(f"{instances.file}: none of its {len(instances.names)} images has an instance to learn from; add some")
         # one flag per image, set by the process that reads it
         self._unreadable = torch.zeros(len(self._places), dtype=torch.uint8).share_memory_()
 
@@ -56,12 +56,15 @@ class CocoDetection(Dataset):
         return len(self._places)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Target]:
-        """(image, target); shapes of n targets in an image of (H, W) pixels.
+        """(image, target) for n targets in an image of (H, W) pixels.
 
         Returns:
             image: (3, H, W) uint8.
             target: boxes (n, 4) fp32 corners in pixels of this image, labels (n,) int64 in 1..K, masks (n, H, W) uint8, image_id,
-                original_size (height, width) of the file. Who has no area left, in box or mask, is none.
+                original_size (height, width) of the file. Targets whose box or mask has no remaining area are dropped.
+
+        Raises:
+            UserError: see `_read`.
         """
         epoch, index = key
         place = int(self._places[index])
@@ -97,24 +100,20 @@ class CocoDetection(Dataset):
         return self.instances.path(int(self._places[index])).name
 
     def require_readable(self) -> None:
-        """Raise again what was wrong with an image that could not be read."""
+        """Raise the `UserError` of an image that could not be read once more."""
         for index in self._unreadable.nonzero().flatten().tolist():
             self._read(int(self._places[index]))
 
     def _read(self, place: int) -> list[tv_tensors.TVTensor]:
-        """Image, boxes and masks at the size of the file."""
+        """Image, boxes and masks at the size of the file; raises UserError where the file contradicts the annotations."""
         path, size, targets = self.instances.path(place), tuple(self.instances.sizes[place].tolist()), self.instances.targets(place)
-        pixels = read_pixels(path)
-        if pixels.shape[:2] != size:
-            found, said = (f"{width}×{height}" for height, width in (pixels.shape[:2], size))
-            advice = "take images and annotations of one release"
-            raise UserError(f"{path}: is {found}, {self.instances.file.name} says {said}; {advice}")
+        pixels = read_image(path, size, self.instances.file)
         try:
             masks = [decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)]
-            together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]  # of one shape, also where there is none
-        except Exception as error:  # pycocotools raises bare ones
-            what = f"{self.instances.file.name} has a mask for it that does not fit"
-            raise UserError(f"{path}: {what} ({' '.join(str(error).split())}); get that file again") from None
+            together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]  # all of one shape, also where there is no mask
+        except Exception as error:  # pycocotools raises bare exceptions
+            problem = f"{self.instances.file.name} has a mask for it that does not fit ({' '.join(str(error).split())})"
+            raise BadData(Finding("error", path, problem, "get that file again")) from None
         return [
             tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1)),
             tv_tensors.BoundingBoxes(torch.from_numpy(self.instances.boxes[targets]), format="XYXY", canvas_size=size),
@@ -123,12 +122,12 @@ class CocoDetection(Dataset):
 
 
 def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
-    """A picture, uint8 (3, H, W), at the size that a model is evaluated at."""
+    """A picture, uint8 (3, H, W), at the size at which a model is evaluated."""
     return _resize([tv_tensors.Image(image)], settings.min_size[-1], settings.max_size)[0].as_subclass(Tensor)
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """COCO's polygons, RLE or compressed RLE -> (height, width) uint8; polygons of fewer than three corners cover nothing."""
+    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons with fewer than three corners cover nothing."""
     if isinstance(segmentation, dict):
         compressed = not isinstance(segmentation["counts"], list)
         return rle.decode(segmentation if compressed else rle.frPyObjects(segmentation, height, width))
@@ -139,7 +138,7 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSettings) -> list[tv_tensors.TVTensor]:
-    """DETR's policy, of which a flip and one resize are left without `crop_min_size`."""
+    """DETR's policy; without `crop_min_size` it is a flip and one resize."""
     if torch.rand(()) < settings.hflip:
         pieces = [F.horizontal_flip(piece) for piece in pieces]
     if settings.crop_min_size and torch.rand(()) < 0.5:
@@ -153,7 +152,7 @@ def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSett
 
 
 def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
-    """Both sides by one factor, so that neither bound is passed; rounded as in mmdet, and bilinear without antialiasing as there."""
+    """Scale both sides by the largest factor within both bounds; rounded and interpolated as in mmdet, bilinear without antialiasing."""
     height, width = pieces[0].shape[-2:]
     factor = min(short / min(height, width), longest / max(height, width))
     size = [int(side * factor + 0.5) for side in (height, width)]

@@ -1,7 +1,7 @@
 """Loaders whose sequence can be stopped after any batch and continued, with any number of worker processes.
 
-The order is a function of (seed, epoch); a sample's augmentation of (seed, epoch, index). So epoch and batch number, which the
-training loop knows anyway, are all the state there is.
+The order is a function of (seed, epoch), and a sample's augmentation one of (seed, epoch, index). The only state is therefore the epoch
+and the batch number, which the training loop knows anyway.
 """
 
 import atexit
@@ -23,36 +23,37 @@ Keys = list[tuple[int, int]]
 
 
 class Samples(Protocol):
-    """What a loader reads: a data set that is asked for items by (epoch, index), and whose randomness is seeded by these."""
+    """A data set that a loader reads: its items are indexed by (epoch, index), which also seed its randomness."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, key: tuple[int, int]) -> Any: ...
 
     def collate(self, samples: list[Any]) -> tuple:
-        """A batch of these items; runs where they were loaded."""
+        """A batch of these items; called in the process that loaded them."""
 
     def name(self, index: int) -> str:
-        """What a person knows the item by, such as a path from the split's folder."""
+        """An item's name for messages, such as its path relative to the split's folder."""
 
     def require_readable(self) -> None:
         """Raise again, in the main process, the `UserError` that ended a loading process."""
 
 
 class TrainOrder:
-    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into global batches, each shared out to the ranks.
+    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into global batches, each divided among the ranks.
 
-    The remainder that fills no global batch is left out; another one in each epoch.
+    A remainder that fills no global batch is left out; it is a different one in each epoch.
 
     Args:
         size: number of samples.
-        batch_size: per rank.
-        seed: of the permutations.
+        batch_size: number of samples per rank.
+        seed: seed of the permutations.
         rank, world_size: this process among those that train together.
-        batches_per_epoch: so many, from pass to pass without regard to its end, where a recipe counts steps; those of a pass by default.
-        groups: (size,) a number for each sample, or None; each pair of a batch is then of one group, such as images that are wide,
-            so that little is padded. Pairs, and no whole batches: the published recipes put 2 images on a GPU and group those, and
-            so the global batches are the same on any number of processes.
+        batches_per_epoch: length of an epoch for recipes that count steps; epochs then follow one another through the passes over the
+            data. None makes an epoch one pass.
+        groups: (size,) a number for each sample, or None. With groups, both samples of each pair in a batch are of one group, such as
+            wide images, which reduces padding. Grouping pairs instead of whole batches follows the published recipes, which put 2
+            images on a GPU, and keeps the global batches the same on any number of processes.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class TrainOrder:
         self._of_a_pass = size // (batch_size * world_size)
         self._length = batches_per_epoch or self._of_a_pass
         if self._of_a_pass == 0:
-            raise UserError(f"batch size {batch_size} on {world_size} process(es): only {size} training images; make it smaller")
+            raise UserError(f"batch size {batch_size} on {world_size} process(es): there are only {size} training images; make it smaller")
 
     def __len__(self) -> int:
         return self._length
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
-        """The keys of the batches from number `start` of an epoch on, (pass over the data, index)."""
+        """The keys of the batches of an epoch from number `start` on; a key is (pass over the data, index)."""
         order, ordered = np.empty(0, dtype=np.int64), -1
         for number in range(start, self._length):
             number_of_pass, place = divmod(epoch * self._length + number, self._of_a_pass)
@@ -88,11 +89,11 @@ class TrainOrder:
     def _order(self, number_of_pass: int) -> np.ndarray:
         sequence = np.random.SeedSequence((0, self._seed, number_of_pass))
         order = np.random.Generator(np.random.PCG64(sequence)).permutation(self._size)
-        return order if self._groups is None else _in_pairs(order, self._groups)
+        return order if self._groups is None else _pair_up(order, self._groups)
 
 
-def _in_pairs(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Samples reordered so that each pair is of one group; a pair has the place of its second, and who is left alone comes last."""
+def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Reorder samples so that each pair is of one group; a pair takes the place of its second sample, and unpaired samples come last."""
     pairs, alone = [], []
     in_order = groups[order]
     by_group = in_order.argsort(kind="stable")
@@ -109,7 +110,7 @@ class EvalOrder:
 
     Args:
         size: number of samples.
-        batch_size: per rank; the last batch may be smaller.
+        batch_size: number of samples per rank; the last batch may be smaller.
         rank, world_size: this process among those that evaluate together.
     """
 
@@ -127,7 +128,7 @@ class EvalOrder:
 
 
 class _Keys:
-    """What DataLoader takes for its batch sampler: the rest of one epoch of an order."""
+    """The batch sampler of a DataLoader: the rest of one epoch of an order."""
 
     def __init__(self, order: TrainOrder | EvalOrder):
         self.order, self.epoch, self.start = order, 0, 0
@@ -153,7 +154,7 @@ class _Loader:
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             worker_init_fn=_ignore_signals,
-            # its own generator: DataLoader draws a number for each iterator, by default from the global one
+            # DataLoader draws a number for each iterator, by default from the global generator
             generator=torch.Generator(),
         )
         self._iterator: Iterator | None = None
@@ -174,12 +175,12 @@ class _Loader:
         if self._loader is None:
             raise RuntimeError("this loader was closed")
         self._keys.epoch, self._keys.start = epoch, start
-        with _signals_kept():
+        with _keep_signals():
             self._iterator = iter(self._loader)
         if self._loader.num_workers and self._end_workers is None:
-            # Left to itself, DataLoader ends its workers too late where a traceback still refers to its iterator, and at exit
-            # multiprocessing would send SIGTERM, which ours ignore, and wait for ever. Called here, when this object goes, and
-            # at exit, before multiprocessing's own handler: handlers run in the reverse order of their registration.
+            # DataLoader itself ends its workers too late where a traceback still refers to its iterator, and at exit
+            # multiprocessing would send SIGTERM, which our workers ignore, and wait for ever. So the workers are ended when this
+            # object is collected, and at exit before multiprocessing's handler, since handlers run in reverse order of registration.
             self._end_workers = weakref.finalize(self, _end_workers, self._iterator)
             atexit.register(self._end_workers)
         while (batch := self._next()) is not None:
@@ -189,14 +190,14 @@ class _Loader:
         try:
             return next(self._iterator, None)
         except UserError:
-            self.dataset.require_readable()  # the worker's error again, but as one line and not as its traceback
+            self.dataset.require_readable()  # raises the worker's error again, as one line instead of a traceback
             raise
         except (RuntimeError, OSError, EOFError):
-            # which of these a dead worker causes depends on when it died
+            # which of these errors a dead worker causes depends on when it died
             workers = getattr(self._iterator, "_workers", [])
             if not workers or not wait([worker.sentinel for worker in workers], timeout=1):
                 raise
-            raise RunError("a loading process died, mostly for want of memory: lower runtime.workers") from None
+            raise RunError("a loading process died, most likely for lack of memory; lower runtime.workers") from None
 
 
 class TrainLoader(_Loader):
@@ -204,14 +205,14 @@ class TrainLoader(_Loader):
 
     Args:
         dataset: the training split.
-        batch_size: per rank.
-        seed: of the order.
-        workers: processes that decode and augment; 0 does it in this one. The batches are the same.
-        device: batches go to page-locked memory where it is CUDA.
+        batch_size: number of samples per rank.
+        seed: seed of the order.
+        workers: processes that decode and augment; with 0 this process does. The batches are the same.
+        device: the device that takes the batches; for CUDA they are put into page-locked memory.
         rank, world_size, batches_per_epoch, groups: see `TrainOrder`.
 
     Raises:
-        UserError: fewer samples than one global batch; while iterating, too many unreadable files.
+        UserError: there are fewer samples than one global batch; while iterating, too many files are unreadable.
         RunError: while iterating, a worker process died.
     """
 
@@ -232,7 +233,7 @@ class TrainLoader(_Loader):
         super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
-        """The batches of an epoch from number `start` on: what an uninterrupted run would see there, in content and order."""
+        """The batches of an epoch from number `start` on, in content and order those of an uninterrupted run."""
         return self._batches(epoch, start)
 
     def files(self, epoch: int, number: int) -> list[str]:
@@ -243,7 +244,7 @@ class TrainLoader(_Loader):
 class EvalLoader(_Loader):
     """Evaluation batches: every sample exactly once over all ranks, in order; each iteration starts from the beginning.
 
-    Args and errors as `TrainLoader`; the last batch may be smaller.
+    Arguments and errors are those of `TrainLoader`; the last batch may be smaller.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class EvalLoader(_Loader):
 def _end_workers(iterator: Any) -> None:
     iterator._shutdown_workers()
     for worker in iterator._workers:
-        if worker.is_alive():  # it waits for a lock that another one took with it when it died
+        if worker.is_alive():  # it waits for a lock that a worker held when it died
             worker.kill()
             worker.join()
 
@@ -271,21 +272,21 @@ def _ignore_signals(worker_id: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Start worker processes without leaving them, or us, a signal handler that strikes at any moment.
+def _keep_signals() -> Iterator[None]:
+    """Start worker processes inside without leaving them, or this process, a signal handler that strikes at any moment.
 
-    SIGINT and SIGTERM are blocked: a worker forked inside inherits that and cannot be hit before it ignores them. DataLoader's
-    SIGCHLD handler is taken back: it raises wherever the main process happens to be when a worker dies, in the middle of a
-    training step or of saving. Waiting for a batch notices the death too, within five seconds, and is where we expect it.
+    SIGINT and SIGTERM are blocked: a worker that is forked inside inherits this, and cannot be hit before it ignores them. DataLoader's
+    SIGCHLD handler is removed: it raises wherever the main process happens to be when a worker dies, in the middle of a training step
+    or of saving. Waiting for a batch notices the death too, within five seconds, and is where we expect it.
     """
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield  # Windows has neither; elsewhere only the main thread may set handlers, and DataLoader keeps to that too
+        yield  # Windows has neither; elsewhere only the main thread may set handlers, and DataLoader respects that too
         return
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     on_child = signal.getsignal(signal.SIGCHLD)
     try:
         yield
     finally:
-        if on_child is not None:  # None: set outside Python, and cannot be put back from here
+        if on_child is not None:  # None was set outside of Python and cannot be restored from here
             signal.signal(signal.SIGCHLD, on_child)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -1,31 +1,25 @@
-"""Manifests: what a data set holds, small enough for Git, so that no stage depends on (and DVC never hashes) the images.
+"""Manifests: what a data set holds, small enough for Git, so that no stage depends on the images and DVC never hashes them.
 
 A manifest names no absolute path and no date. Names and sizes are compared, contents are not: a check of ImageNet takes
 seconds, not hours.
 """
 
 import dataclasses
-import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from ..core.config import build
 from ..core.errors import UserError
+from ..core.hashing import short_hash
 from ..core.record import read_json, write_json
-from .connect import write_connect
-from .digits import write_digits
-from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
-from .tree import SPLITS, Tree, scan_tree
-
-IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
+from .kinds import KINDS
+from .settings import SPLITS, ExpectedCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassRecord:
-    """One class folder: number of images, their bytes together, and a hash over their names and sizes."""
+    """One folder, or one annotation file: number of images, bytes, and a hash over names and sizes (of a file, over its content)."""
 
     images: int
     bytes: int
@@ -34,7 +28,7 @@ class ClassRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """One split: number of images, their bytes together, and its class folders."""
+    """One split: number of images, bytes of all its files, and its folders."""
 
     images: int
     bytes: int
@@ -43,71 +37,74 @@ class SplitRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What `results/prepare_data/<cell>/manifest.json` holds.
+    """The content of `results/prepare_data/<cell>/manifest.json`.
 
     Args:
-        kind: `digits` or `imagenet`.
-        classes: class folder name -> class index.
-        splits: `train` and `val`.
-        departures: how an `imagenet` root differs from ImageNet-1K; empty for the standard one.
-        generated: the settings that write the tree, for embedded kinds.
-        hash: over all class records.
+        kind: a row of `KINDS`.
+        classes: class name -> class index. Of `scenes` these are the classes of segmentation, of which detection has the first ten.
+        splits: `train` and `val`; their folders are class folders, or image and label folders and the annotation file.
+        departures: how the counts differ from those of the published data set; empty for a complete one.
+        generated: the settings that an embedded data set was written with, see `Kind.settings`.
+        hash: over the records of all folders.
     """
 
-    kind: Literal["digits", "imagenet"]
+    kind: Literal[tuple(KINDS)]
     classes: dict[str, int]
     splits: dict[str, SplitRecord]
     departures: tuple[str, ...]
-    generated: DigitsSettings | None
+    generated: object | None
     hash: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConnectManifest(Manifest):
-    """The same of `connect`."""
-
-    kind: Literal["connect"]
-    generated: ConnectSettings
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseManifest(Manifest):
-    """The same of a data set for detection or segmentation; see `dense`.
-
-    The `folders` of a split are its image and label folders, and its annotation file, whose hash is over what it contains.
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder, or an annotation file, as it lies on disk.
 
     Args:
-        kind: `coco`, `ade20k` or `scenes`.
-        classes: class name -> place in order; of `scenes` those of segmentation, whose first ten are also those of detection.
-        splits, departures, hash: as above.
-        generated: the settings that draw `scenes`.
+        name: its name in the manifest.
+        path: where it lies.
+        record: what it holds.
     """
 
-    kind: Literal["coco", "ade20k", "scenes"]
-    generated: ScenesSettings | None
+    name: str
+    path: Path
+    record: ClassRecord
 
 
-def build_manifest(tree: Tree, kind: str, generated: DigitsSettings | ConnectSettings | None = None) -> Manifest:
-    """The manifest of a scanned tree.
+Folders = Mapping[str, Sequence[Folder]]  # split -> its folders
 
-    Raises:
-        UserError: an `imagenet` root with a class folder that is no ImageNet-1K wnid.
+
+def build_manifest(kind: str, classes: Sequence[str], images: Mapping[str, int], folders: Folders, generated: object = None) -> Manifest:
+    """The manifest of a data set.
+
+    Args:
+        kind: a row of `KINDS`.
+        classes: names, in the order of the class indices.
+        images: number of images of each split.
+        folders: what each split holds.
+        generated: the settings that it was written with.
     """
-    splits = {split: _record_split(tree, split) for split in SPLITS}
-    return (ConnectManifest if kind == "connect" else Manifest)(
+    splits = {
+        split: SplitRecord(
+            images=images[split],
+            bytes=sum(folder.record.bytes for folder in folders[split]),
+            folders={folder.name: folder.record for folder in folders[split]},
+        )
+        for split in SPLITS
+    }
+    manifest = Manifest(
         kind=kind,
-        classes={name: index for index, name in enumerate(tree.classes)},
+        classes={name: index for index, name in enumerate(classes)},
         splits=splits,
-        departures=_imagenet_departures(tree, splits) if kind == "imagenet" else (),
+        departures=(),
         generated=generated,
-        hash=hash_splits(splits),
+        hash=short_hash("\n".join(f"{split}/{name} {r.hash}" for split in SPLITS for name, r in splits[split].folders.items())),
     )
-
-
-def hash_splits(splits: Mapping[str, SplitRecord]) -> str:
-    """The `hash` of a manifest."""
-    text = "\n".join(f"{split}/{name} {r.hash}" for split in SPLITS for name, r in splits[split].folders.items())
-    return short_hash(text.encode())
+    if KINDS[kind].official is None:
+        return manifest
+    name, counts = KINDS[kind].official
+    departures = tuple(f"{count}: {found:,}, {name} has {wanted:,}" for count, found, wanted in _find_differences(manifest, counts))
+    return dataclasses.replace(manifest, departures=departures)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -120,77 +117,55 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise UserError(f"{path}: no such manifest; run `repro prepare-data` first")
     content = read_json(path)
-    kind = str(content.get("kind")) if isinstance(content, dict) else ""
-    classes = {"connect": ConnectManifest, **dict.fromkeys(("coco", "ade20k", "scenes"), DenseManifest)}
-    return build(classes.get(kind, Manifest), content, str(path))
+    kind = KINDS.get(str(content.get("kind"))) if isinstance(content, dict) else None
+    if kind is not None and kind.settings is not None and content.get("generated") is not None:
+        content["generated"] = build(kind.settings, content["generated"], f"{path}.generated")
+    return build(Manifest, content, str(path))
 
 
-def open_root(root: Path, manifest: Manifest) -> Tree:
-    """The data set at `root`, found to be the one of the manifest. An embedded one that is missing is written.
-
-    Args:
-        root: see `Runtime.data_root(paths, manifest.kind)`.
-
-    Raises:
-        UserError: the root is missing (`imagenet`), badly laid out, or not what the manifest says; or it is one of `dense`.
-    """
-    if isinstance(manifest, DenseManifest):
-        raise UserError(f"{root}: {manifest.kind} has no class folders; choose a prepare_data cell of kind digits, connect or imagenet")
-    if manifest.generated is not None and not root.exists():
-        (write_connect if manifest.kind == "connect" else write_digits)(root, manifest.generated)
-    tree = scan_tree(root, manifest.kind)
-    verify(tree, manifest)
-    return tree
-
-
-def verify(tree: Tree, manifest: Manifest) -> None:
-    """Compare a scanned tree with a manifest by names and sizes.
-
-    Raises:
-        UserError: one line that names the first class folder that differs, how, and how many do.
-    """
-    known = set(manifest.classes)
-    if set(tree.classes) != known:
-        name = min(set(tree.classes) ^ known)
-        problem = "is not in the manifest" if name in tree.classes else "is missing"
-        raise UserError(f"{tree.root}: class folder {name!r} {problem}; {_advice(tree.root, manifest)}")
-    compare(
-        manifest,
-        tree.root,
-        [
-            (tree.root / split / name, found, manifest.splits[split].folders[name])
-            for split in SPLITS
-            for name, found in _record_split(tree, split).folders.items()
-        ],
-    )
-
-
-def compare(manifest: Manifest, root: Path, records: Sequence[tuple[Path, ClassRecord, ClassRecord]]) -> None:
-    """Refuse folders, or annotation files, whose record is not the manifest's.
+def verify(manifest: Manifest, root: Path, folders: Folders) -> None:
+    """Compare a data set, or a part of it, with its manifest by names and sizes.
 
     Args:
-        records: folder, its record now, its record in the manifest.
+        manifest: the record of all of it.
+        root: where it lies, for the message.
+        folders: what lies there now, of the splits that are compared.
 
     Raises:
-        UserError: see `verify`.
+        UserError: one line that names the first folder that differs, how, and how many do.
     """
-    different = [record for record in records if record[1] != record[2]]
+    different = [
+        (folder, manifest.splits[split].folders[folder.name])
+        for split, listed in folders.items()
+        for folder in listed
+        if folder.record != manifest.splits[split].folders[folder.name]
+    ]
     if not different:
         return
-    folder, found, wanted = different[0]
-    if found.images != wanted.images:
-        problem = f"{found.images} images, the manifest has {wanted.images}"
-    elif not wanted.images:
-        problem = "an annotation file that does not hold what the manifest has"
-    elif found.bytes != wanted.bytes:
-        problem = f"{found.bytes} bytes in {found.images} images, the manifest has {wanted.bytes}: a file was changed or cut"
+    folder, recorded = different[0]
+    found = folder.record
+    if found.images != recorded.images:
+        problem = f"{found.images} images, the manifest has {recorded.images}"
+    elif not recorded.images:
+        problem = "this annotation file differs from the one in the manifest"
+    elif found.bytes != recorded.bytes:
+        problem = f"{found.bytes} bytes in {found.images} images, the manifest has {recorded.bytes}: a file was changed or cut short"
     else:
-        problem = "a file was renamed, or two changed places"
+        problem = "a file was renamed, or two were swapped"
     number = "1 such difference" if len(different) == 1 else f"{len(different)} such differences"
-    raise UserError(f"{folder}: {problem} ({number}); {_advice(root, manifest)}")
+    raise UserError(f"{folder.path}: {problem} ({number}); {advise(manifest, root)}")
 
 
-def _advice(root: Path, manifest: Manifest) -> str:
+def verify_classes(manifest: Manifest, root: Path, classes: Sequence[str]) -> None:
+    """Compare the class folders of a data set with its manifest; raises UserError, one line that names the first that differs."""
+    if different := set(classes) ^ set(manifest.classes):
+        name = min(different)
+        problem = "is not in the manifest" if name in classes else "is missing"
+        raise UserError(f"{root}: class folder {name!r} {problem}; {advise(manifest, root)}")
+
+
+def advise(manifest: Manifest, root: Path) -> str:
+    """What to do where a data set is not the one of its manifest."""
     if manifest.generated is not None:
         return f"remove {root} and run the same command again, which writes it anew"
     return "restore the files, or run `repro prepare-data` to accept the data as it is"
@@ -200,55 +175,27 @@ def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, whe
     """Refuse a data set whose counts are not the expected ones.
 
     Args:
-        root: where it lies, and `where`: key path of the expected counts; both for the message.
+        manifest: what it holds.
+        root: where it lies, for the message.
+        expected: what it must hold.
+        where: the key path of the expected counts, for the message.
 
     Raises:
-        UserError: naming the key to change where the difference is wanted.
+        UserError: one line with the key to change where the difference is wanted.
     """
-    for name, found, wanted in _differences(manifest.classes, manifest.splits, expected):
+    for name, found, wanted in _find_differences(manifest, expected):
         raise UserError(f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this")
 
 
-def departures(classes: Collection[str], splits: Mapping[str, SplitRecord], official: ExpectedCounts, name: str) -> tuple[str, ...]:
-    """How the counts differ from those of the official data set of this name."""
-    return tuple(f"{what}: {found:,}, {name} has {wanted:,}" for what, found, wanted in _differences(classes, splits, official))
-
-
 def record_files(files: Sequence[tuple[bytes, int]]) -> ClassRecord:
-    """The record of a folder of (name, bytes)."""
+    """The record of a folder, given (name, bytes) of each file."""
     listing = b"".join(b"%s\0%d\n" % pair for pair in files)
     return ClassRecord(images=len(files), bytes=sum(size for _, size in files), hash=short_hash(listing))
 
 
-def short_hash(data: bytes) -> str:
-    """16 hex digits."""
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _differences(classes: Collection[str], splits: Mapping[str, SplitRecord], expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:
-    """(name, found, expected) of each count that is another one."""
-    for name, found in (("classes", len(classes)), *((split, splits[split].images) for split in SPLITS)):
+def _find_differences(manifest: Manifest, expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:
+    """(name, found, expected) of each count that differs."""
+    counts = {"classes": len(manifest.classes), **{split: manifest.splits[split].images for split in SPLITS}}
+    for name, found in counts.items():
         if found != (wanted := getattr(expected, name)):
             yield name, found, wanted
-
-
-def _imagenet_departures(tree: Tree, splits: Mapping[str, SplitRecord]) -> tuple[str, ...]:
-    from timm.data import ImageNetInfo
-
-    unknown = sorted(set(tree.classes) - set(ImageNetInfo("imagenet-1k").label_names()))
-    if unknown:
-        raise UserError(
-            f"{tree.root / 'train' / unknown[0]}: no wnid of ImageNet-1K ({len(unknown)} such folders); "
-            "class folders are named as n01440764 (docs/data.md)"
-        )
-    return departures(tree.classes, splits, IMAGENET_1K, "ImageNet-1K")
-
-
-def _record_split(tree: Tree, split: str) -> SplitRecord:
-    files = tree.splits[split]
-    ends = np.searchsorted(files.targets, np.arange(len(tree.classes)), side="right")
-    folders, start = {}, 0
-    for name, end in zip(tree.classes, ends.tolist()):
-        folders[name] = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())))
-        start = end
-    return SplitRecord(images=len(files.names), bytes=int(files.sizes.sum()), folders=folders)

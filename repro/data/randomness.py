@@ -1,4 +1,4 @@
-"""Randomness that depends on (seed, epoch, index) alone, for augmentation in any process."""
+"""Randomness that depends only on (seed, epoch, index), for augmentation in any process."""
 
 import contextlib
 import random
@@ -11,11 +11,11 @@ from torch.utils.data import get_worker_info
 
 @contextlib.contextmanager
 def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed Python, NumPy and torch from (seed, epoch, index), and in the main process put back what was there.
+    """Seed Python, NumPy and torch from (seed, epoch, index), and in the main process restore their states afterwards.
 
-    Transforms of timm, torchvision and mmseg draw from these global generators; without the last step a loader without workers
-    would change the randomness of the training step, and a resumed run would differ from an uninterrupted one. In a loading
-    process nobody else draws, and 70 microseconds an image are worth saving.
+    Transforms of timm, torchvision and mmseg draw from these global generators. Without the restoring, a loader without workers
+    would change the randomness of the training step, and a resumed run would differ from an uninterrupted one. In a loading process
+    nothing else draws, so it saves the 70 microseconds per image.
     """
     before = None if get_worker_info() else (random.getstate(), np.random.get_state(), torch.get_rng_state())
     for_python, for_numpy, for_torch = np.random.SeedSequence((1, seed, epoch, index)).generate_state(3).tolist()

@@ -1,13 +1,17 @@
-"""The parts of params sections that concern data. Imports nothing heavy: the stage modules need these for `--help`."""
+"""The parts of params.yaml that concern data: what a set must hold, how an embedded one is drawn, how samples are transformed.
+
+Imports nothing heavy: stage modules need these dataclasses before they know whether they will run.
+"""
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..core.config import bounded
 
+SPLITS = ("train", "val")
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
 
@@ -19,12 +23,12 @@ class TransformSettings:
         image_size: side of the square input in pixels.
         scale, ratio: area fraction and aspect ratio of the random training crop, each [smallest, largest].
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
-        color_jitter: strength, or null for none. timm leaves it out when `auto_augment` is set.
-        auto_augment: a RandAugment string such as `rand-m9-mstd0.5-inc1`, or null for none.
+        color_jitter: strength; null switches it off. timm leaves it out when `auto_augment` is set.
+        auto_augment: a RandAugment string such as `rand-m9-mstd0.5-inc1`; null switches it off.
         re_prob: probability of random erasing (mode `pixel`, after normalisation).
-        interpolation: of every resize.
+        interpolation: the filter of every resize.
         crop_pct: evaluation resizes the short side to image_size / crop_pct and takes the centre crop.
-        mean, std: per channel (red, green, blue), of values in [0, 1].
+        mean, std: statistics of each channel (red, green, blue), for values in [0, 1].
     """
 
     image_size: int = bounded(ge=1)
@@ -48,17 +52,17 @@ class TransformSettings:
             if len(getattr(self, name)) != 3:
                 raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
         if self.auto_augment is not None and not _RAND_AUGMENT.fullmatch(self.auto_augment):
-            raise ValueError(f"auto_augment: {self.auto_augment!r} is no RandAugment string; write one as rand-m9-n2-mstd0.5-inc1, or null")
+            raise ValueError(f"auto_augment: {self.auto_augment!r} is not a RandAugment string; write rand-m9-n2-mstd0.5-inc1, or null")
 
     def preprocessing(self) -> dict[str, Any]:
-        """What evaluation needs to know, in the names of timm's model configurations; it travels with the weights."""
+        """What evaluation needs to know, under the names of timm's model configurations; it travels with the weights."""
         size = [3, self.image_size, self.image_size]
         shared = {name: getattr(self, name) for name in ("interpolation", "crop_pct")}
         return {"input_size": size, **shared, "mean": list(self.mean), "std": list(self.std)}
 
     @classmethod
     def from_preprocessing(cls, preprocessing: Mapping[str, Any], image_size: int | None = None) -> "TransformSettings":
-        """The inverse, for evaluation; `image_size` overrides the one of the training. Also takes timm's own configurations."""
+        """Evaluation settings from `preprocessing()` or from a model configuration of timm; `image_size` overrides the one there."""
         shared = {name: preprocessing[name] for name in ("interpolation", "crop_pct")}
         statistics = {name: tuple(preprocessing[name]) for name in ("mean", "std")}
         return cls(image_size=image_size or preprocessing["input_size"][-1], **shared, **statistics)
@@ -66,13 +70,15 @@ class TransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:
-    """How the embedded `digits` data set is written.
+    """How the embedded `digits` data set is written; see `embedded.digits`.
 
     Args:
         image_size: side of the PNGs in pixels.
         val_fraction: share of each class that goes to val.
-        seed: of the split.
+        seed: seed of the split.
     """
+
+    CLASSES: ClassVar[tuple[str, ...]] = tuple(f"digit_{digit}" for digit in range(10))
 
     image_size: int = bounded(144, ge=8)
     val_fraction: float = bounded(0.2, gt=0, le=0.9)
@@ -81,14 +87,14 @@ class DigitsSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScenesSettings:
-    """How the embedded `scenes` data set is drawn; see `scenes.write_scenes`.
+    """How the embedded `scenes` data set is drawn; see `embedded.scenes`.
 
     Args:
         image_size: side of the images in pixels.
         train, val: number of images.
-        seed: of the drawing.
-        val_fraction, split_seed: which scans only val shows: `val_fraction` and `seed` of `digits`, so that a backbone that was
-            pretrained there has seen none of them.
+        seed: seed of the drawing.
+        val_fraction, split_seed: which scans appear only in val. With the `val_fraction` and `seed` of `digits`, a backbone that was
+            pretrained on those has seen none of them.
     """
 
     image_size: int = bounded(256, ge=128)
@@ -101,20 +107,22 @@ class ScenesSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectSettings:
-    """How the embedded `connect` data set is drawn; see `connect`.
+    """How the embedded `connect` data set is drawn; see `embedded.connect`.
 
     Args:
         image_size: side of the images in pixels, a multiple of the models' patch of 16.
-        train_pairs, val_pairs: half the number of images.
-        dashes: [fewest, most] of an arm; a curve is two arms and a dash that joins them.
-        dash_px, gap_px, thickness_px: along and across a curve, from middle to middle of its round pen.
-        curvature: largest, in 1/pixel.
-        clearance_px: least distance between the middles of two curves, and between far parts of one.
+        train_pairs, val_pairs: number of pairs, half the number of images.
+        dashes: [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them.
+        dash_px, gap_px, thickness_px: length and gap along a curve and its width, measured between centres of the round pen.
+        curvature: largest curvature, in 1/pixel.
+        clearance_px: least distance between the centre lines of two curves, and between far parts of one.
         marker_px: diameter of the markers.
-        distractors: further pairs of curves, without markers and with the fewest dashes.
-        tilt_degrees: how far the arms may be turned from the diagonals of the image; 45 leaves them all angles.
-        seed: of the drawing.
+        distractors: number of further pairs of curves, without markers and with the fewest dashes.
+        tilt_degrees: how far the arms may be turned from the diagonals of the image; 45 allows every angle.
+        seed: seed of the drawing.
     """
+
+    CLASSES: ClassVar[tuple[str, ...]] = ("apart", "joined")
 
     image_size: int = bounded(ge=64)
     train_pairs: int = bounded(ge=1)
@@ -136,18 +144,18 @@ class ConnectSettings:
         if len(self.dashes) != 2 or self.dashes[0] > self.dashes[1]:
             raise ValueError(f"dashes: expected [fewest, most], got {list(self.dashes)}")
         if self.gap_px < self.thickness_px + 1:
-            raise ValueError(f"gap_px: expected at least thickness_px + 1 = {self.thickness_px + 1:g}, or dashes touch, got {self.gap_px}")
+            raise ValueError(f"gap_px: dashes touch, expected at least thickness_px + 1 = {self.thickness_px + 1:g}, got {self.gap_px}")
         if not self.marker_px + 1 <= self.clearance_px <= 0.8 * self.bend_radius_px:
             raise ValueError(
                 f"clearance_px: expected marker_px + 1 = {self.marker_px + 1:g} to {0.8 * self.bend_radius_px:.1f}, "
-                f"what two bends of dash_px + gap_px leave, got {self.clearance_px:g}"
+                f"the room between two bends of dash_px + gap_px, got {self.clearance_px:g}"
             )
         if self.curvature * self.clearance_px > 1:
             raise ValueError(f"curvature: expected at most 1 / clearance_px = {1 / self.clearance_px:.3g}, got {self.curvature:g}")
 
     @property
     def bend_radius_px(self) -> float:
-        """A bend is a quarter of a circle, and one dash and gap long."""
+        """Radius of a bend: a quarter of a circle as long as one dash and gap."""
         return 2 * (self.dash_px + self.gap_px) / math.pi
 
 
@@ -157,9 +165,9 @@ class DetectionTransformSettings:
 
     Args:
         min_size: short sides in pixels; training draws one for each image, evaluation takes the last.
-        max_size: longest side in pixels, to which both sides yield; the ratio of the sides is kept.
+        max_size: upper bound of the long side in pixels; it wins over `min_size`, and the ratio of the sides is kept.
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
-        crop_min_size: with these, half of the training images are first resized to one of these short sides, and cropped.
+        crop_min_size: if given, half of the training images are first resized to one of these short sides, and then cropped.
         crop_size: [smallest, largest] side of such a crop in pixels; height and width are drawn independently.
     """
 
@@ -178,7 +186,7 @@ class DetectionTransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedCounts:
-    """What a data set must hold; `prepare_data` refuses anything else, so that a subset is a written decision."""
+    """Number of classes and images that a data set must have; `prepare_data` refuses any other, so that a subset is a written decision."""
 
     classes: int = bounded(ge=1)
     train: int = bounded(ge=1)

@@ -1,33 +1,28 @@
-"""The ImageNet folder layout: root/{train,val}/<class>/<image>, scanned once with `os.scandir`; or archives, see `shards`."""
+"""Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`; or archives, see `shards`."""
 
 import dataclasses
 import os
-import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from ..core.errors import UserError
+from .findings import RAISE_FIRST, Report, count
+from .kinds import KINDS, Kind
+from .manifest import Folder, record_files
+from .settings import SPLITS
 from .shards import Archives, is_sharded, list_shards
 
-SPLITS = ("train", "val")
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
-# what Pillow raises on damaged files of various formats
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
-
-
-def reason(error: Exception) -> str:
-    """An exception in one line that repeats no path."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = " ".join(str(error).split())
-    return "not in any image format" if "cannot identify image file" in text else text or type(error).__name__
+_ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
+# where the archive of Kaggle and the usual scripts put train/ and val/
+_USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 
 
 class Source(NamedTuple):
-    """Bytes of an image: a whole file, or `size` bytes of it from `offset` on."""
+    """The bytes of an image: a whole file, or `size` bytes of it from `offset` on."""
 
     file: str
     offset: int = 0
@@ -44,7 +39,7 @@ class Source(NamedTuple):
 class Split:
     """The files of one split, ordered by class and then by name.
 
-    Arrays and not lists of str: 1.28 million Python strings would be copied into every worker process page by page.
+    They are arrays because 1.28 million Python strings would be copied into every worker process page by page.
 
     Args:
         names: (N,) bytes; file names within their class folder.
@@ -59,16 +54,11 @@ class Split:
     archives: Archives | None = None
 
     def take(self, chosen: np.ndarray) -> "Split":
-        """The images of these indices (n,), which ascend."""
+        """The images of these ascending indices (n,)."""
         archives = self.archives and dataclasses.replace(
             self.archives, number=self.archives.number[chosen], offsets=self.archives.offsets[chosen]
         )
         return Split(self.names[chosen], self.sizes[chosen], self.targets[chosen], archives)
-
-    def find(self, target: int, name: str) -> int:
-        """The index of an image, by its class index and its name."""
-        first, last = np.searchsorted(self.targets, (target, target + 1))
-        return int(first + np.searchsorted(self.names[first:last], os.fsencode(name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,123 +69,213 @@ class Tree:
         root: the folder that holds train and val.
         classes: sorted names of the class folders, the same in both splits.
         splits: `train` and `val`.
+        upright: whether images are turned as their EXIF data say, see `Kind.upright`.
     """
 
     root: Path
     classes: tuple[str, ...]
     splits: dict[str, Split]
+    upright: bool = False
 
     def path(self, split: str, index: int) -> Path:
-        """The file of one sample; of one in an archive, the archive's path and the name in it."""
+        """The file of one sample; for one in an archive, the archive's path followed by the name in it."""
         files, source = self.splits[split], self.source(split, index)
         return Path(source.file) if files.archives is None else Path(source.file, os.fsdecode(files.names[index]))
 
     def source(self, split: str, index: int) -> Source:
         """Where the bytes of one sample are."""
-        # text and no pathlib paths, which are slow to join: this runs for every image
+        # strings instead of Path objects, which are slow to join: this runs for every image
         files, folder = self.splits[split], os.path.join(self.root, split)
         if files.archives is None:
             return Source(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
         archive = os.path.join(folder, files.archives.file(index))
         return Source(archive, int(files.archives.offsets[index]), int(files.sizes[index]))
 
+    def list_folders(self, split: str) -> list[Folder]:
+        """What a split holds, one record per class; an archived split has the same records as its folders would have."""
+        files = self.splits[split]
+        ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
+        listed = []
+        for name, start, end in zip(self.classes, [0, *ends], ends):
+            record = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())))
+            listed.append(Folder(name, self.root / split / name, record))
+        return listed
 
-def scan_tree(root: Path, kind: str) -> Tree:
-    """Read names and sizes of all images below `root`.
+
+class Entries(NamedTuple):
+    """What lies directly in a folder, each sorted by name, without hidden entries.
+
+    Args:
+        images: (name, bytes).
+        folders: names.
+        others: names of the other files.
+    """
+
+    images: list[tuple[bytes, int]]
+    folders: list[str]
+    others: list[str]
+
+
+def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
+    """Read the names and sizes of all images below `root`.
 
     Args:
         root: the folder that holds train/<class>/ and val/<class>/.
-        kind: the data set's kind, for messages.
+        kind: the data set's kind.
+        report: takes what is wrong: root or split missing, images outside of class folders, empty class folders, classes that the
+            kind does not have or that only one split has; warnings for files that nothing reads.
+
+    Returns:
+        The tree. Where the report lets the scan continue after an error, a split that cannot be read is left out.
 
     Raises:
-        UserError: root, split or images missing, an empty class folder, or classes that differ between train and val.
+        UserError: an error, if the report raises it; a folder that cannot be listed.
     """
+    row = KINDS[kind]
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder; {_layout(kind)}")
-    found = {split: _read_split(root / split, kind) for split in SPLITS}
-    train, val = (set(found[split][0]) for split in SPLITS)
-    if train != val:
-        name = min(train ^ val)
-        there, missing = ("train", "val") if name in train else ("val", "train")
-        raise UserError(
-            f"{root}: class {name!r} is in {there} but not in {missing} ({len(train ^ val)} such classes); "
-            "both splits need the same classes"
-        )
-    return Tree(root, found["train"][0], {split: files for split, (_, files) in found.items()})
+        report.error(root, "no such folder", _advise_layout(row))
+        return Tree(root, (), {}, row.upright)
+    found = {}
+    for split in SPLITS:
+        if (read := _read_split(root, split, row, report)) is not None:
+            found[split] = read
+            _check_names(root / split, read[0], row, report)
+    if len(found) == 2:
+        _check_same_classes(root, found["train"][0], found["val"][0], report)
+    classes = sorted({name for names, _ in found.values() for name in names})
+    place_of = {name: place for place, name in enumerate(classes)}
+    splits = {}
+    for split, (names, files) in found.items():
+        places = np.array([place_of[name] for name in names], dtype=np.int64)  # 0, 1, 2, ... where both splits have all classes
+        splits[split] = dataclasses.replace(files, targets=places[files.targets])
+    return Tree(root, tuple(classes), splits, row.upright)
 
 
-def _read_split(folder: Path, kind: str) -> tuple[tuple[str, ...], Split]:
-    """The classes, sorted, and the files of one split."""
-    if folder.is_dir() and is_sharded(folder):
-        return read_archives(folder)
-    classes = tuple(_class_folders(folder, kind))
-    return classes, _read_folders(folder, classes)
+def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
+    """List a folder. A link that leads nowhere is an error of the report, and is left out.
 
-
-def read_archives(folder: Path) -> tuple[tuple[str, ...], Split]:
-    """The classes, sorted, and the images of a split that lies in archives; see `shards.list_shards`, also for errors."""
-    listed, archives = list_shards(folder, EXTENSIONS)
-    classes = tuple(os.fsdecode(name) for name in listed.pop("classes").tolist())
-    return classes, Split(**listed, archives=archives)
-
-
-def _class_folders(folder: Path, kind: str) -> list[str]:
-    names, loose = [], 0
+    Raises:
+        UserError: an error, if the report raises it; the folder cannot be read.
+    """
+    images, folders, others = [], [], []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    names.append(entry.name)
-                elif entry.name.lower().endswith(EXTENSIONS):
-                    loose += 1
+                    folders.append(entry.name)
+                elif not entry.name.lower().endswith(EXTENSIONS):
+                    others.append(entry.name)
+                else:
+                    try:
+                        images.append((os.fsencode(entry.name), entry.stat().st_size))
+                    except FileNotFoundError:
+                        report.error(Path(entry.path), "this link leads nowhere", "remove it, or restore what it points to")
     except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; {_layout(kind)}") from None
-    if loose:
-        raise UserError(f"{folder}: {loose:,} images lie directly in it; sort them into one folder per class (docs/data.md)")
-    if not names:
-        raise UserError(f"{folder}: holds no class folders; {_layout(kind)}")
-    return sorted(names)
+        raise UserError(f"{error.filename or folder}: {error.strerror}") from None
+    return Entries(sorted(images), sorted(folders), sorted(others))
 
 
-def _read_folders(folder: Path, classes: tuple[str, ...]) -> Split:
+def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
+    """File name -> bytes of the images in a folder that must hold some.
+
+    Args:
+        folder: the folder.
+        report: takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
+        advice: what to do about it.
+
+    Returns:
+        The images; None where there is no such folder.
+    """
+    if not folder.is_dir():
+        report.error(folder, "no such folder", advice)
+        return None
+    entries = list_entries(folder, report)
+    if not entries.images and entries.folders:
+        report.error(folder, f"holds no image but the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
+    elif not entries.images:
+        report.error(folder, "holds no image", advice)
+    if entries.others:
+        report.warning(folder, f"holds {count(len(entries.others), 'other file')} ({show_few(entries.others)})", "nothing reads them")
+    sizes = {os.fsdecode(name): size for name, size in entries.images}
+    report.errors([(folder / name, "is empty") for name, size in sizes.items() if not size], advice)
+    return sizes
+
+
+def show_few(names: Sequence[str]) -> str:
+    """The first three of some names, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tuple[str, ...], Split] | None:
+    """The sorted classes and the files of one split; None where there is nothing to read."""
+    folder = root / split
+    if not folder.is_dir():
+        inside = next((place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in SPLITS)), None)
+        report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
+        return None
+    if is_sharded(folder):
+        if (listed := list_shards(folder, EXTENSIONS, report)) is None:
+            return None
+        arrays, archives = listed
+        report.ok(folder, count(len(archives.files), "archive"))
+        return tuple(os.fsdecode(name) for name in arrays.pop("classes").tolist()), Split(**arrays, archives=archives)
+    entries = list_entries(folder, report)
+    if entries.images:
+        report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)
+    elif not entries.folders:
+        report.error(folder, "holds no class folders", _advise_layout(kind))
+    if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
+        report.warning(
+            folder,
+            f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})",
+            "unpack what is missing, remove the rest",
+        )
+    return (tuple(entries.folders), _read_folders(folder, entries, report)) if entries.folders else None
+
+
+def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
+    """The files of class folders."""
     names: list[bytes] = []
     sizes: list[int] = []
-    counts = []
-    for name in classes:
-        files = list_images(folder / name)
-        if not files:
-            raise UserError(
-                f"{folder / name}: holds no image ({', '.join(EXTENSIONS)}); fill this class folder or remove it from train and val"
-            )
-        names.extend(file for file, _ in files)
-        sizes.extend(size for _, size in files)
-        counts.append(len(files))
-    targets = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+    counts, empty, too_deep = [], [], []
+    others = [name for name in entries.others if not name.lower().endswith(_ARCHIVES)]
+    for name in report.track(entries.folders, f"listing {folder.name}/"):
+        found = list_entries(folder / name, report)
+        names.extend(file for file, _ in found.images)
+        sizes.extend(size for _, size in found.images)
+        counts.append(len(found.images))
+        others += [f"{name}/{file}" for file in found.others]
+        if not found.images and found.folders:
+            too_deep.append((folder / name, f"holds no image but the folder {found.folders[0]}/"))
+        elif not found.images:
+            empty.append((folder / name, f"holds no image ({', '.join(EXTENSIONS)})"))
+    report.errors(too_deep, "move the images up, directly into the class folder")
+    report.errors(empty, "fill this class folder, or remove it from train and val")
+    if others:
+        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
+    targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 
 
-def list_images(folder: Path) -> list[tuple[bytes, int]]:
-    """(name, bytes) of the images that lie directly in a folder, sorted by name.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                (os.fsencode(entry.name), entry.stat().st_size)
-                for entry in entries
-                if entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".")
-            )
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: {error.strerror}") from None
+def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Report) -> None:
+    """Report class folders that the kind does not have: each would shift the index of every class behind it."""
+    if kind.class_names is None:
+        return
+    known = kind.class_names()
+    strangers = [(folder / name, f"is not a class of {kind.name}") for name in sorted(set(classes) - set(known))]
+    report.errors(strangers, f"class folders are named like {known[0]}; rename or remove it, or take kind folder for classes of your own")
 
 
-def _layout(kind: str) -> str:
-    if kind == "imagenet":
-        wanted = "lay ImageNet-1K out as train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1000 folders each (docs/data.md)"
-    else:
-        wanted = "lay the data out as train/<class>/<image> and val/<class>/<image> (docs/data.md)"
-    return f"{wanted} and set runtime.data_roots.{kind}"
+def _check_same_classes(root: Path, train: Sequence[str], val: Sequence[str], report: Report) -> None:
+    single = [
+        (root / there / name, f"class {name!r} is in {there} but not in {missing}")
+        for there, missing, names in (("train", "val", set(train) - set(val)), ("val", "train", set(val) - set(train)))
+        for name in sorted(names)
+    ]
+    report.errors(single, "both splits need the same classes")
+
+
+def _advise_layout(kind: Kind) -> str:
+    return f"lay the data out as {kind.layout} (docs/data.md) and set runtime.data_roots.{kind.name}"

@@ -1,1 +1,1 @@
-"""Looking inside trained models: inner gradients and losses, receptive fields, and what a changed inner learner does."""
+"""Looking inside trained models: inner gradients and losses, receptive fields, and the effect of a changed inner learner."""

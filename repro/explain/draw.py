@@ -1,4 +1,4 @@
-"""The figures of interpretability, as PNG. The same numbers give the same bytes."""
+"""The figures of interpretability, as PNG files. Equal numbers give equal bytes."""
 
 import itertools
 import textwrap
@@ -10,26 +10,26 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..core.record import atomic
-from .erf import Shape
+from .erf import FieldShape
 
 WIDTH = 9.0  # inches, of every figure
-DECADES = 4  # of a receptive field's colours
+DECADES = 4  # in the colours of a receptive field
 MARK = np.array([0.90, 0.35, 0.0])
-# Okabe and Ito's palette, told apart by most eyes
+# Okabe and Ito's palette, which most people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 
 
-def gradient_figure(
+def draw_gradients(
     path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]], caption: str
 ) -> None:
-    """Fig. 3, 9 and 10: a row for each picture and state of the weights: the layers' maps, their mean, the tokens that stand out.
+    """Fig. 3, 9 and 10: a row for each picture and state of the weights, with the maps of the layers, their mean, and marked tokens.
 
     Args:
-        path: the PNG.
-        pictures: (H,W,3) uint8, as the model saw them.
-        maps: state of the weights -> (N,L,h,w) gradient magnitudes; the caller's order.
-        tops: the same states -> `all` and `later` -> (N,h,w) bool, see `repro.explain.inner.marked`.
-        caption: below the panels.
+        path: the PNG file.
+        pictures: (H,W,3) uint8, as the model sees them.
+        maps: state of the weights -> gradient magnitudes (N,L,h,w), in the order of the rows.
+        tops: state of the weights -> `all` and `later` -> masks (N,h,w), see `repro.explain.inner.mark_tokens`.
+        caption: text below the panels.
     """
     maps = {state: np.asarray(found) for state, found in maps.items()}
     layers = next(iter(maps.values())).shape[1]
@@ -52,21 +52,21 @@ def gradient_figure(
     titles = "picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"
     for panel, title in zip(axes[0], titles, strict=True):
         panel.set_title(title, fontsize=8)
-    _bare(axes.flat)
+    _hide_ticks(axes.flat)
     bar = figure.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, extend="max")
     bar.set_label("‖K‖·‖G‖ / mean over the picture's tokens", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     _save(figure, path, caption)
 
 
-def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, Shape], caption: str) -> None:
+def draw_fields(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str) -> None:
     """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
 
     Args:
-        path: the PNG.
-        fields: label -> (H,W) contributions, or why there are none.
-        shapes: label -> numbers of the fields that there are.
-        caption: below the panels.
+        path: the PNG file.
+        fields: label -> contributions (H,W), or the reason why there are none.
+        shapes: label -> the field in numbers, for the fields that exist.
+        caption: text below the panels.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
@@ -86,7 +86,7 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
         shape = shapes[label]
         size, radii = f"{field.shape[0]} × {field.shape[1]} px", f"{shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px"
         panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
-    _bare(axes)
+    _hide_ticks(axes)
     if shown is not None:
         bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min", panchor=False)
         bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
@@ -94,8 +94,8 @@ def field_figure(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Map
     _save(figure, path, caption)
 
 
-def radial_figure(path: Path, shapes: Mapping[str, Shape], even: tuple[str, Shape], caption: str) -> None:
-    """How much of each receptive field lies within a distance of its centre, beside an even one and its label."""
+def draw_radial_profiles(path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str) -> None:
+    """The share of each receptive field within a distance of its centre, beside `even`: label and shape of an even field."""
     figure, axes = _figure(1, 1, 4.6)
     panel = axes[0, 0]
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
@@ -108,13 +108,13 @@ def radial_figure(path: Path, shapes: Mapping[str, Shape], even: tuple[str, Shap
     _save(figure, path, caption)
 
 
-def reconstruction_figure(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
-    """Fig. 11: a panel per layer, a line per state of the weights.
+def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
+    """Fig. 11: a panel for each layer, with a line for each state of the weights.
 
     Args:
-        path: the PNG.
+        path: the PNG file.
         losses: state of the weights -> (L,T).
-        caption: below the panels.
+        caption: text below the panels.
     """
     layers = len(next(iter(losses.values())))
     columns = min(4, layers)
@@ -146,7 +146,7 @@ def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def _bare(axes: Any) -> None:
+def _hide_ticks(axes: Any) -> None:
     for panel in axes:
         panel.set(xticks=[], yticks=[])
 

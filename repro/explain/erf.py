@@ -1,8 +1,8 @@
-"""The effective receptive field of the central unit (Fig. 8), and what it is like in numbers.
+"""The effective receptive field of the central unit (Fig. 8), as a map and in numbers.
 
-After Luo et al. (2016), for y as Ding et al. (2022, RepLKNet) take it: the contribution of a pixel is |∂y/∂x|, summed over its
-colours and averaged over images; y is the sum of what is positive in the last feature map, after a final norm, at its central
-position. The plain sum over channels would not do: LayerNorms take the mean over channels away, so that no model uses it.
+After Luo et al. (2016), with the y of Ding et al. (2022, RepLKNet): the contribution of a pixel is |∂y/∂x|, summed over its colours
+and averaged over images, where y is the sum of the positive values at the central position of the last feature map, after the final
+norm. A plain sum over channels would be meaningless, because LayerNorms remove the mean over channels.
 """
 
 import dataclasses
@@ -15,16 +15,17 @@ SECTORS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class FieldShape:
     """A receptive field in numbers.
 
     Args:
-        share_within: share of the contributions within a distance of 0, 1, 2, … pixels of the centre.
-        radius_50_px, radius_90_px: distance in pixels within which half, and 90 %, of them lie.
-        anisotropy: the share, of those inside the largest circle around the centre, that would have to move along its ring (a patch
-            wide) to be spread evenly over the ring's eight sectors: 0 for a radial field, 7/8 for a ray.
-        share_ahead: contributions from patches that come after the central one in row-major order, of those from before or after:
-            0 for a model that scans forth only, 1/2 for one that sees both sides alike, None where nothing lies outside that patch.
+        share_within: the share of the contributions within 0, 1, 2, … pixels of the centre.
+        radius_50_px, radius_90_px: the distance in pixels within which 50 % and 90 % of the contributions lie.
+        anisotropy: the share of the contributions inside the largest circle around the centre that would have to move along their
+            ring (one patch wide) to be spread evenly over its eight sectors: 0 for a radial field, 7/8 for a ray.
+        share_ahead: the contributions from patches after the central one in row-major order, as a share of those from before and
+            after it: 0 for a model with only a forward scan, 1/2 for one that sees both sides alike, None if the central patch
+            alone contributes.
     """
 
     share_within: list[float]
@@ -34,29 +35,29 @@ class Shape:
     share_ahead: float | None
 
 
-def last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Images (B,3,H,W) -> the last feature map (B,C,h,w) of a model of timm's kind, after a final norm, without class tokens."""
+def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The function from images (B,3,H,W) to a model's last feature map (B,C,h,w), after the final norm, without class tokens."""
     return lambda x: model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[0]
 
 
-def centre_of(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
-    """Row and column, in pixels, that the central position of a model's last feature map belongs to.
+def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
+    """The pixel, as (row, column), at which the central position of a model's last feature map looks.
 
-    Of a model with patches the middle of the patch; one of convolutions with symmetric padding looks at pixel i·stride from i.
+    For a model with patches it is the middle of the patch; position i of convolutions with symmetric padding looks at i·stride.
     """
     stride = model.feature_info[-1]["reduction"]
     middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0
-    # as many positions as fit when padding lets one more begin
+    # padding lets one more position begin where the stride does not divide the side
     return tuple((-(-side // stride) // 2) * stride + middle for side in image_size)
 
 
-def receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:
-    """Contributions of the pixels to the central position of a feature map.
+def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:
+    """The contributions of the pixels to the central position of a feature map.
 
     Args:
-        features: images (B,3,H,W) -> (B,C,h,w), of each image by itself; the position is (h // 2, w // 2).
+        features: images (B,3,H,W) -> (B,C,h,w), where images do not affect each other; the central position is (h // 2, w // 2).
         images: (N,3,H,W).
-        batch_size: images at a time.
+        batch_size: images per backward pass.
 
     Returns:
         (H,W), fp64.
@@ -70,11 +71,11 @@ def receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_
     return total / len(images)
 
 
-def describe(field: Tensor, centre: tuple[float, float], patch: int = 16) -> Shape:
-    """The shape of a field (H,W) around a centre (row, column) in pixels, where a patch has so many pixels a side.
+def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) -> FieldShape:
+    """The shape of a field (H,W) around a centre (row, column), for patches of `patch` x `patch` pixels.
 
     Raises:
-        ValueError: a field without any contribution, or with one that is not finite.
+        ValueError: a field with no contribution at all, or with one that is not finite.
     """
     total = field.sum()
     if not total.isfinite() or total <= 0:
@@ -89,10 +90,10 @@ def describe(field: Tensor, centre: tuple[float, float], patch: int = 16) -> Sha
     def within(share: float) -> float:
         return float(radii[min(int(torch.searchsorted(shares, share)), len(radii) - 1)])
 
-    # the last pixel at each whole distance; distance 0 may have none
+    # the last pixel within each whole distance; there may be none within 0
     last = torch.searchsorted(radii, torch.arange(int(radii[-1]) + 2, dtype=radii.dtype, device=radii.device), right=True)
     share_within = torch.cat((shares.new_zeros(1), shares))[last]
-    return Shape(
+    return FieldShape(
         share_within=share_within.tolist(),
         radius_50_px=within(0.5),
         radius_90_px=within(0.9),
@@ -104,7 +105,7 @@ def describe(field: Tensor, centre: tuple[float, float], patch: int = 16) -> Sha
 def _anisotropy(field: Tensor, down: Tensor, right: Tensor, radius: Tensor, width: int) -> float:
     inside = radius <= min(-down[0], down[-1], -right[0, 0], right[0, -1])
     ring = (radius[inside] / width).long()
-    # sectors lie around the axes and diagonals, so that a square grid of patches favours as few of them as can be
+    # sectors are centred on the axes and diagonals, so that a square grid of patches favours as few of them as possible
     turn = torch.atan2(down.expand_as(field), right.expand_as(field))[inside] / (2 * torch.pi)
     place = ring * SECTORS + (turn * SECTORS).round().long() % SECTORS
     rings = int(ring.max()) + 1

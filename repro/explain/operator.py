@@ -1,7 +1,7 @@
-"""The calls of TTT-Linear that a model makes, seen or answered from outside: no model is changed, patched or copied for it.
+"""Observing and replacing the calls of TTT-Linear that a model makes, without changing, patching or copying the model.
 
-The operator is one opaque operation to PyTorch, so that a dispatch mode meets it as FlopCounterMode does. It must be one: a model
-whose layers run the reference backend makes no such call.
+To PyTorch the operator is one opaque operation, which a dispatch mode can intercept, as FlopCounterMode does. A model whose layers
+run the reference backend makes no such calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from kernels.ttt_linear.reference import InnerLearning, ttt_linear_dual
 
 
 class Operands(NamedTuple):
-    """The first operands of the operator, as its schema names them; R directions, else as `kernels.ttt_linear`.
+    """The first operands of the operator, by the names of its schema: those of `kernels.ttt_linear`, for R directions.
 
     q, k, v: (B,T,R,H,D). lr: (B,T,H). token_scale: (R,C). W0: (R,H,D,D). b0, ln_weight, ln_bias: (R,H,D). reverse: R flags.
     """
@@ -37,27 +37,30 @@ class Operands(NamedTuple):
 Run = Callable[[Operands], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
 
 
-class Answer(TorchDispatchMode):
-    """While it is on, `answer(operands, run)` gives the output of every call of the operator; without gradients only.
+class OverrideTTTLinear(TorchDispatchMode):
+    """Within the context, `replacement(operands, run)` computes the output of every call of the operator; only without gradients.
 
     Args:
-        answer: operands and the operator itself -> out (B,T,R,H,D).
+        replacement: (operands, the operator itself) -> out (B,T,R,H,D).
     """
 
-    def __init__(self, answer: Callable[[Operands, Run], Tensor]):
+    def __init__(self, replacement: Callable[[Operands, Run], Tensor]):
         super().__init__()
-        self.answer = answer
+        self.replacement = replacement
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not torch.ops.vision_ttt.ttt_linear.default:
             return func(*args, **(kwargs or {}))
         count = len(Operands._fields)
-        out = self.answer(Operands(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
-        return out, out.new_empty(0)  # the states, which only a backward pass would use
+        out = self.replacement(Operands(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
+        return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
 
 
-def inner_learning(operands: Operands) -> InnerLearning:
-    """What the inner learners of a call did, by the reference, at the chunks' start states: (B,T,R,H,D) and (B,T,R,H)."""
+def replay_inner_learning(operands: Operands) -> InnerLearning:
+    """The gradients (B,T,R,H,D) and losses (B,T,R,H) of the inner learners in a call, at the start states of the chunks.
+
+    They are computed by the reference implementation.
+    """
     found = []
     for r, reverse in enumerate(operands.reverse):
         q, k, v = (x[:, :, r] for x in operands[:3])
@@ -67,31 +70,31 @@ def inner_learning(operands: Operands) -> InnerLearning:
 
 
 @torch.no_grad()
-def by_layer(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
-    """Run a model and reduce what each layer's inner learners did.
+def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
+    """Run a model and reduce what the inner learners of each layer did.
 
     Args:
         model: in eval mode.
         images: its inputs (N,3,H,W).
-        reduce: operands and inner learning of a layer -> (B, ...).
-        batch_size: images at a time.
+        reduce: (operands, inner learning) of a layer -> (B, ...).
+        batch_size: images per forward pass.
 
     Returns:
         (N, L, ...) for L layers.
 
     Raises:
-        ValueError: a model that never calls the operator.
+        ValueError: the model never calls the operator.
     """
     layers: list[Tensor] = []
 
     def note(operands: Operands, run: Run) -> Tensor:
-        layers.append(reduce(operands, inner_learning(operands)))
+        layers.append(reduce(operands, replay_inner_learning(operands)))
         return run(operands)
 
     batches = []
     for part in images.split(batch_size):
         layers.clear()
-        with Answer(note):
+        with OverrideTTTLinear(note):
             model(part)
         if not layers:
             raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")

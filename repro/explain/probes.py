@@ -1,8 +1,8 @@
-"""What the inner learner is good for: a trained model with a changed inner loop, after Liu et al., "Test-Time Training with KV
-Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4).
+"""Probes: a trained model runs with a changed inner loop, after Liu et al., "Test-Time Training with KV Binding Is Secretly Linear
+Attention" (sections 4.1, 4.2 and 4.4).
 
-A probe changes nothing but the inner loop of every layer and direction; the weights stay. Liu et al. changed the number of steps
-so, too, but as they explain their results for ascent and q = k, their models were trained with these and could adapt.
+A probe changes only the inner loop, in every layer and direction, and keeps the weights. Liu et al. changed the number of steps in
+this way too. For ascent and q = k, however, they trained their models with the change, so that the models could adapt.
 """
 
 import functools
@@ -16,30 +16,30 @@ from kernels.ttt_linear.reference import ttt_linear_dual
 from .operator import Operands, Run
 
 KNOWN = "steps=K, ascent, q_is_k"
-# what Liu et al. found
-FOUND = {
+# what Liu et al. report
+REPORTED = {
     "steps": "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)",
-    "ascent": "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), each trained so; here nothing is trained",
-    "q_is_k": "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), each trained so; here nothing is trained",
+    "ascent": "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), both trained that way; we do not retrain",
+    "q_is_k": "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), both trained that way; we do not retrain",
 }
 
 
 class Probe:
-    """An `answer` for `repro.explain.operator.Answer` that runs a changed inner loop and notes how well it fits.
+    """A replacement for `repro.explain.operator.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
 
     Args:
-        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (in
-            the residual of f(q) = q + LN(qW + β), too). `steps=1` is the model as it is.
+        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (also
+            in the residual of f(q) = q + LN(qW + β)). `steps=1` is the unchanged model.
 
     Raises:
-        ValueError: another name.
+        ValueError: an unknown name.
     """
 
     def __init__(self, name: str):
         kind, _, count = name.partition("=")
-        if kind not in FOUND or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
-            raise ValueError(f"{name}: no such probe; there are {KNOWN}")
-        self.literature = FOUND[kind]
+        if kind not in REPORTED or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
+            raise ValueError(f"{name}: no such probe; known: {KNOWN}")
+        self.reported = REPORTED[kind]
         self.steps = int(count) if kind == "steps" else 1
         self._change: Callable[[Operands], Operands] = {
             "steps": lambda o: o,
@@ -56,24 +56,24 @@ class Probe:
         return out
 
     def inner_losses(self) -> tuple[float, float]:
-        """Mean loss of a chunk's own tokens before and after its inner steps, over all calls so far.
+        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far.
 
         Raises:
             ValueError: there was no call.
         """
         if not self._count:
-            raise ValueError("the model has no inner learner of Vision-TTT to change")
+            raise ValueError("the model has no inner learner of Vision-TTT")
         return self._before / self._count, self._after / self._count
 
 
 def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """TTT-Linear with several inner gradient steps per chunk, each at the state that the one before it reached.
+    """TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one reached.
 
-    All but the last move the whole chunk's state, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that its tokens also learn from those behind
-    them; the last is the dual form as it is. One step is the operator.
+    All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns from the later
+    tokens of its chunk; the last step is the unchanged dual form. A single step is the operator itself.
 
     Returns:
-        out (B,T,R,H,D) in q's dtype; and the loss of each token, (B,T,R,H), at the start and at the end state of its chunk.
+        out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state of its chunk.
     """
     found = [_one_direction(operands, r, steps) for r in range(len(operands.reverse))]
     return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
@@ -81,7 +81,7 @@ def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _one_direction(operands: Operands, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _, H, D = operands.q.shape
-    # each image has a state of its own, so images become heads of one image
+    # each image has its own state, so images become heads of one image
     tokens = *(x[:, :, r] for x in operands[:3]), operands.lr
     q, k, v, lr = (x.flip(1) if operands.reverse[r] else x for x in tokens)
     q, k, v, lr = (x.transpose(0, 1).reshape(1, T, B * H, *x.shape[3:]) for x in (q, k, v, lr))

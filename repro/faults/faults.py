@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import RunError, UserError, did_you_mean
-from ..engine.checkpoint import Checkpointer
+from ..training.checkpoint import Checkpointer
 from .lab import SAVE_EVERY, TRAIN, Failure, Jobs, Lab, Skip, choose_seed, flip, kill_all_in, require_kept, step_of
 
 

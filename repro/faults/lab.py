@@ -28,7 +28,7 @@ LIMIT_S = 180  # for one command; far above what any takes, so that one that han
 
 def choose_seed(seed: int) -> dict[str, Any]:
     """The parameters of a training cell that choose its random numbers."""
-    return {"seed": seed}
+    return {"seeds": [seed]}
 
 
 PARAMS: dict[str, Any] = {

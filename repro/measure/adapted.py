@@ -1,12 +1,12 @@
-"""What a backbone with its ViT-Adapter costs: Table 2's two counts, which leave out necks and heads.
+"""What a plain backbone with its ViT-Adapter costs: the two counts of Table 2, without necks and heads.
 
-`Cost.macs` is in the one convention of `flops`. The papers around Table 2 count otherwise, and the terms of `AdaptedCost` add up
-to their number. For ViT, VRWKV, ViT3 and Vittt that is a count by module hooks: beside the multiply-adds, 1 for every output of a
-convolution with a bias, 2 for every element of a LayerNorm, 1 for every element into ReLU and max pooling; 29·N·D per layer of
-Bi-WKV, by its authors' code. The deformable attention's samples enter as 660·N·D, a fit: 5 for every channel, of D, of 12 samples
-of N queries in the four injectors and 4 samples of 5.25·N queries in the first four extractors. With it every row of ViT and VRWKV
-is the printed one to 0.06 % on the left and, by the digits printed there, 0.25 % on the right. Vim's blocks are Eq. 13,
-6TD² + 18·T·2D·16, which leaves out convolutions and small projections, as Vim's rows of Table 1 do.
+`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; the terms of `AdaptedCost` add up to
+their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for every output of a
+convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU and max pooling. The samples
+of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of 12 samples of N queries in the four
+injectors, and of 4 samples of 5.25·N queries in the first four extractors. With it, every row of ViT and VRWKV is the printed one
+to 0.06 % on the left and, by the digits printed there, to 0.25 % on the right. What a family's own papers count otherwise, the
+family says (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its blocks.
 """
 
 import dataclasses
@@ -17,16 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.adapter import STRIDE, ViTAdapter, build_adapter
-from ..models.vim import STATE_DIM, Vim
-from ..models.vrwkv import VRWKV
+from ..models.adapter import STRIDES, ViTAdapter
+from ..models.pyramid import build_pyramid
 from .build import fused_attention
 from .flops import Cost, OperatorCounter
 
 _SAMPLING_FIT = 660  # per patch token and channel
-_BI_WKV = 29  # per token and channel
-_VIM_SCAN = 18  # per token, channel of the scan and state, of both directions
-# what hooks count of a module beside its multiply-adds
+# what hooks count for a module in addition to its multiply-adds
 _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], int]]] = {
     nn.Conv2d: ("conv_bias", lambda module, x, out: out.numel() if module.bias is not None else 0),
     nn.ConvTranspose2d: ("conv_bias", lambda module, x, out: out.numel() if module.bias is not None else 0),
@@ -38,7 +35,7 @@ _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedCost(Cost):
-    """As `Cost`, and the terms of the papers' convention, whose sum is theirs."""
+    """A `Cost` with the terms of the papers' convention, which add up to their number."""
 
     paper_terms: Mapping[str, int]
 
@@ -47,22 +44,24 @@ class AdaptedCost(Cost):
         return sum(self.paper_terms.values()) / 1e9
 
 
-def adapted_cost(backbone: str, resolution: tuple[int, int], options: Mapping[str, Any] | None = None) -> AdaptedCost:
-    """Parameters and multiply-adds of a backbone with its adapter for one image of `resolution` = (H, W) pixels.
+def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> AdaptedCost:
+    """Parameters and multiply-adds of a backbone with its adapter for one image of (H, W) pixels.
 
     Args:
         backbone: registered name.
-        resolution: the model is built for its own training's size, whatever this is.
-        options: what else the backbone takes.
+        image_size: of the image; the model is built for the size of its own training.
+        options: further arguments of the backbone.
 
     Raises:
-        ValueError: a model that has no adapter, a side that is no multiple of 32, or an operator whose multiply-adds are unknown.
+        ValueError: a model without an adapter, a side that is not a multiple of 32, or an operator whose multiply-adds are unknown.
     """
-    if any(side % STRIDE for side in resolution):
-        raise ValueError(f"{resolution[0]}x{resolution[1]}: not a multiple of {STRIDE}; the adapter would pad it")
+    if any(side % STRIDES[-1] for side in image_size):
+        raise ValueError(f"{image_size[0]}x{image_size[1]}: not a multiple of {STRIDES[-1]}; the adapter would pad it")
     with fused_attention(False), torch.device("meta"):
-        model = build_adapter(backbone, options=options).eval()
-        image = torch.empty(1, 3, *resolution)
+        model = build_pyramid(backbone, options=options).eval()
+        image = torch.empty(1, 3, *image_size)
+    if not isinstance(model, ViTAdapter):
+        raise ValueError(f"{backbone}: is not a plain backbone, so it has no adapter")
     hooked: Counter[str] = Counter()
     for module in model.modules():
         for kind, (term, count) in _HOOKS.items():
@@ -73,23 +72,24 @@ def adapted_cost(backbone: str, resolution: tuple[int, int], options: Mapping[st
     with torch.no_grad(), OperatorCounter() as counter:
         model(image)
     terms = {"multiply_adds": counter.macs - counter.macs_of("vision_ttt.ms_deform_attn"), **hooked}
-    _replace_operators(model, image, counter, terms)
+    _replace_uncounted(model, image, counter, terms)
     return AdaptedCost(sum(p.numel() for p in model.parameters()), counter.macs, "counter", paper_terms=terms)
 
 
-def _replace_operators(model: ViTAdapter, image: torch.Tensor, counter: OperatorCounter, terms: dict[str, int]) -> None:
-    """What hooks do not see, by formula: the samples, Bi-WKV, and all of Vim's blocks."""
-    D, L, backbone = model.embed_dim, model.depth, model.backbone
+def _replace_uncounted(model: ViTAdapter, image: torch.Tensor, counter: OperatorCounter, terms: dict[str, int]) -> None:
+    """Put in the terms of what the papers count by formula: the samples, and what the backbone's family reports."""
+    backbone = model.backbone
     with torch.no_grad():
-        tokens, (h, w) = backbone.embed(image)
-    terms["sampling"] = _SAMPLING_FIT * h * w * D
-    if isinstance(backbone, VRWKV):
-        terms["multiply_adds"] -= counter.macs_of("vision_ttt.bi_wkv")
-        terms["bi_wkv"] = L * _BI_WKV * h * w * D
-    if isinstance(backbone, Vim):
+        tokens, grid = backbone.embed(image)
+    terms["sampling"] = _SAMPLING_FIT * grid[0] * grid[1] * model.embed_dim
+    if not hasattr(backbone, "reported_mac_terms"):
+        return
+    replaced, reported = backbone.reported_mac_terms(grid)
+    if replaced == "blocks":
         with torch.no_grad(), OperatorCounter() as blocks:
             for block in backbone.blocks:
-                tokens = block(tokens, (h, w))
-        T = tokens.shape[1]
+                tokens = block(tokens, grid)
         terms["multiply_adds"] -= blocks.macs
-        terms["eq_13"] = L * (6 * T * D * D + _VIM_SCAN * T * 2 * D * STATE_DIM)
+    else:
+        terms["multiply_adds"] -= counter.macs_of(replaced)
+    terms.update(reported)

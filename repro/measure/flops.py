@@ -1,12 +1,11 @@
 """Parameters and multiply-adds (MACs) of any timm-registered model at any resolution.
 
-One convention everywhere: a MAC is one multiply-add of a matrix product or a convolution, or of an operator of `kernels`; norms,
-activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call these "FLOPs";
+There is one convention: a MAC is one multiply-add of a matrix product, of a convolution, or of an operator of `kernels`. Norms,
+activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call MACs "FLOPs";
 `torch.utils.flop_counter` counts two FLOPs per MAC.
 
-Vittt, ViT3 and plain ViT/DeiT are counted by a closed form (`terms`), which needs no forward pass and so no time at 1280 x 1280.
-Every other model is counted by running it on the meta device with unfused attention, under a mode that refuses operators
-it cannot classify: an uncounted operator is an error, never a zero.
+A model with a closed form (`terms`) is counted without a forward pass. Any other model runs once on the meta device, with unfused
+attention, under a mode that refuses operators it cannot classify: an uncounted operator is an error, never a zero.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import build, terms
 
-# Operators of ATen without multiply-adds, beyond those that PyTorch itself marks as views or as pointwise.
+# operators of ATen without multiply-adds, in addition to those that PyTorch itself marks as views or as pointwise
 _FREE_ATEN = frozenset(
     # new tensors, copies and layout
     "empty empty_like new_empty empty_strided new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full "
@@ -41,16 +40,16 @@ _FREE_ATEN = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one forward pass of one image costs.
+    """The cost of a forward pass of one image.
 
     Args:
-        params: learned values; buffers, such as a frozen W0, do not count.
+        num_params: number of learned values; buffers, such as a frozen W0, do not count.
         macs: multiply-adds for one image.
-        method: `analytic` or `counter`.
-        param_terms, mac_terms: the named terms whose sums are `params` and `macs`; empty for the counter.
+        method: `analytic` for a closed form, `counter` for a counted forward pass.
+        param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the counter.
     """
 
-    params: int
+    num_params: int
     macs: int
     method: Literal["analytic", "counter"]
     param_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -61,41 +60,41 @@ class Cost:
         return self.macs / 1e9
 
 
-def cost(name: str, options: Mapping[str, Any], resolution: tuple[int, int]) -> Cost:
-    """Parameters and MACs of a model for one image of `resolution` = (H, W) pixels.
+def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
+    """Parameters and MACs of a model for one image of (H, W) pixels.
 
     Raises:
-        ValueError: an unknown model, a resolution that it refuses, or an operator whose multiply-adds are unknown.
+        ValueError: an unknown model, an image size that it refuses, or an operator whose multiply-adds are unknown.
     """
-    model = build.create(name, options, resolution, fused=False, device="meta")
-    params = sum(p.numel() for p in model.parameters())
-    closed_form = terms.closed_form(model, resolution)
+    model = build.create(name, options, image_size, fused=False, device="meta")
+    num_params = sum(p.numel() for p in model.parameters())
+    closed_form = terms.closed_form(model, image_size)
     if closed_form is None:
-        return Cost(params, counted_macs(model, resolution), "counter")
+        return Cost(num_params, counted_macs(model, image_size), "counter")
     param_terms, mac_terms = closed_form
-    if sum(param_terms.values()) != params:
-        raise ValueError(f"{name}: the closed form has {sum(param_terms.values())} parameters, the model {params}")
-    return Cost(params, sum(mac_terms.values()), "analytic", param_terms, mac_terms)
+    if sum(param_terms.values()) != num_params:
+        raise ValueError(f"{name}: the closed form has {sum(param_terms.values())} parameters, the model {num_params}")
+    return Cost(num_params, sum(mac_terms.values()), "analytic", param_terms, mac_terms)
 
 
-def counted_macs(model: torch.nn.Module, resolution: tuple[int, int]) -> int:
+def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
     """MACs of one forward pass of a (1, 3, H, W) image, counted operator by operator on the model's own device.
 
     Raises:
-        ValueError: an operator ran that is neither counted by PyTorch's registry of FLOP formulas nor known to be free.
+        ValueError: an operator ran that neither has a FLOP formula registered with PyTorch nor is known to be free.
     """
     counter = OperatorCounter()
-    image = torch.empty(1, 3, *resolution, device=next(model.parameters()).device)
+    image = torch.empty(1, 3, *image_size, device=next(model.parameters()).device)
     with torch.no_grad(), counter:
         model(image)
     return counter.macs
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Adds up the MACs of every operator dispatched inside the context; see `counted_macs` for what it raises.
+    """Adds up the MACs of every operator that is dispatched inside the context; it raises the errors of `counted_macs`.
 
-    It sees what PyTorch's dispatcher sees. On the meta device that is everything, because a kernel launched past the
-    dispatcher cannot run there.
+    It sees what PyTorch's dispatcher sees. On the meta device that is everything, because a kernel launched past the dispatcher
+    cannot run there.
     """
 
     def __init__(self) -> None:
@@ -107,7 +106,7 @@ class OperatorCounter(TorchDispatchMode):
         return self._flops.total() // 2
 
     def macs_of(self, operator: str) -> int:
-        """Of one operator, named as `aten.mm`."""
+        """The MACs of one operator, such as `aten.mm`."""
         return self._flops[operator] // 2
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -117,7 +116,7 @@ class OperatorCounter(TorchDispatchMode):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is NotImplemented:
-                raise ValueError(f"{func}: not known to the MAC counter; register a formula with register_flop_formula")
+                raise ValueError(f"{func}: unknown to the MAC counter; register a formula with register_flop_formula")
             return out
         out = func(*args, **kwargs)
         if formula is not None:
@@ -128,10 +127,10 @@ class OperatorCounter(TorchDispatchMode):
 def _convolution_backward_flops(
     grad_out, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask, *, out_val
 ) -> int:
-    """Each gradient asked for, of the input and of the weight, has the multiply-adds of the convolution itself.
+    """Each requested gradient, of the input and of the weight, has as many multiply-adds as the convolution itself.
 
-    PyTorch's formula counts the weight's as if every group met every other. A forward pass runs this operator where an inner
-    learner's model is a convolution.
+    PyTorch's own formula counts the gradient of the weight as if every group met every other. This operator is part of a forward
+    pass where an inner learner's model is a convolution.
     """
     positions = x if transposed else grad_out
     return 2 * sum(output_mask[:2]) * positions.numel() * weight[0].numel()
@@ -149,5 +148,5 @@ def _is_free(func: torch._ops.OpOverload) -> bool:
 
 
 def saved_percent(ours: int, baseline: int) -> float:
-    """How many percent fewer MACs `ours` has than `baseline`."""
+    """The percentage by which `ours` has fewer MACs than `baseline`."""
     return 100 * (1 - ours / baseline)

@@ -1,8 +1,8 @@
-"""Throughput, latency and peak memory of a model: one row, one fresh process.
+"""Throughput, latency and peak memory of one model: one row, measured in a fresh process.
 
-`measure(spec)` starts `python -m repro.measure.speed`, which reads the spec as JSON from stdin and answers with the row as
-JSON in the last line of stdout; whatever libraries print goes to stderr. A fresh process is what keeps rows from changing
-each other's memory and speed. Running out of memory or of time is a row of its own, never a smaller batch.
+`measure(spec)` starts `python -m repro.measure.speed`, which reads the spec as JSON from stdin and prints the row as JSON in the
+last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from affecting each other's memory
+and speed. A row that runs out of memory or time is recorded as such; its batch is never made smaller.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SLOW_STEP_S = 2.0
-SLOW_STEPS = 3
 MIN_STEPS = 10
+SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
+SLOW_STEPS = 3
 WARM_UP_S = 1.0
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -36,33 +36,33 @@ _OUT_OF_MEMORY = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """What to measure.
+    """What one row measures.
 
     Args:
         model: a name that timm knows after `import repro.models`.
         options: further keyword arguments of the model.
-        attention: `fused` or `unfused` for models with softmax attention, None for those without.
-        resolution: (H, W) in pixels.
-        batch: images per step; never changed.
-        dtype: weights and inputs are cast to it, without autocast; TF32 is off, so fp32 means fp32.
+        attention: `fused` or `unfused` for models with softmax attention, None for the others.
+        image_size: (H, W) in pixels.
+        batch_size: images per step.
+        dtype: weights and inputs are cast to it, without autocast; TF32 is off, so that fp32 means fp32.
         device: `cpu` or `cuda`.
-        backend: implementation of the family's operator, see `kernels`; models without one run plain PyTorch whatever it says.
-        mode: `infer`, a forward pass under inference mode; `train`, forward, backward and a step of AdamW.
-        compile: `torch.compile` with its defaults.
-        steps: timed steps, at least 10; three, where the median step takes longer than 2 s.
-        warmup: steps before the timed ones, prolonged until one second has passed, cut short by a step longer than 2 s.
-        budget_s: wall-clock limit of the whole row, start of the process included.
-        threads: CPU threads; None leaves PyTorch's choice.
+        backend: the implementation of the family's operator, see `kernels`; models without such an operator ignore it.
+        mode: `infer` runs a forward pass under inference mode; `train` runs forward, backward and a step of AdamW.
+        compile: whether to run `torch.compile` with its defaults.
+        steps: timed steps, at least 10; cut to three when the median step takes longer than 2 s.
+        warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2 s.
+        budget_s: wall-clock limit of the whole row, including the start of the process.
+        threads: CPU threads; None keeps PyTorch's choice.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     model: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     attention: Literal["fused", "unfused"] | None = None
-    resolution: tuple[int, int]
-    batch: int = 1
+    image_size: tuple[int, int]
+    batch_size: int = 1
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
     backend: str = "auto"
@@ -74,29 +74,28 @@ class RowSpec:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "resolution", tuple(self.resolution))
-        if self.attention not in ("fused", "unfused", None):
-            raise ValueError(f"attention {self.attention!r} is not fused, unfused or None")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device {self.device!r} is not cpu or cuda")
-        if self.mode not in ("infer", "train"):
-            raise ValueError(f"mode {self.mode!r} is not infer or train")
-        if self.steps < MIN_STEPS or self.warmup < 1 or self.batch < 1 or not self.budget_s > 0:
-            raise ValueError(f"needs steps >= {MIN_STEPS}, warmup >= 1, batch >= 1, budget_s > 0; got {self}")
+        object.__setattr__(self, "image_size", tuple(self.image_size))
+        choices = {"attention": ("fused", "unfused", None), "dtype": tuple(DTYPES), "device": ("cpu", "cuda"), "mode": ("infer", "train")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}")
+        for name, least in (("steps", MIN_STEPS), ("warmup", 1), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is out of range, must be >= {least}")
+        if not self.budget_s > 0:
+            raise ValueError(f"budget_s: {self.budget_s} is out of range, must be > 0")
 
     @property
     def row_id(self) -> str:
-        """E.g. `deit_tiny_patch16_224[attention=unfused]@224`; see `row_id`."""
+        """The row's name in results, e.g. `deit_tiny_patch16_224[attention=unfused]@224`."""
         shown = self.options if self.attention is None else {**self.options, "attention": self.attention}
-        return row_id(self.model, shown, self.resolution)
+        return row_id(self.model, shown, self.image_size)
 
 
-def row_id(model: str, options: dict[str, Any], resolution: tuple[int, int]) -> str:
-    """`model[name=value,...]@side` or `@HxW`: how rows are named in results."""
+def row_id(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> str:
+    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image of (H, W) pixels that is not square."""
     listed = ",".join(f"{name}={value}" for name, value in options.items())
-    height, width = resolution
+    height, width = image_size
     return f"{model}{f'[{listed}]' if listed else ''}@{height if height == width else f'{height}x{width}'}"
 
 
@@ -104,11 +103,11 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     """Measure one row in a fresh process.
 
     Returns:
-        {model, options, attention, attention_kernel, resolution, batch, dtype, device, backend, mode, compile, params, macs_g,
-        throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}: latency
-        is the median step, `latency_ms_ci95` the interval of `median_interval`, throughput batch/latency. `attention_kernel` is
-        the fused kernel that PyTorch chose, `none` where it chose none. `status` is `ok`, `oom` or `timeout`; what was then not
-        measured is None with its reason under `reason`.
+        {model, options, attention, attention_kernel, image_size, batch_size, dtype, device, backend, mode, compile, num_params, macs_g,
+        throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}.
+        `latency_ms` is the median over the steps, `latency_ms_ci95` its `median_interval`, and the throughput is batch size over
+        latency. `attention_kernel` names the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or `timeout`;
+        for the latter two, everything that was not measured is None and `reason` says why.
 
     Raises:
         RuntimeError: the process ended in any other way; one line that names the row.
@@ -123,26 +122,26 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return unmeasured(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
+        return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
     except BaseException:
         process.kill()
         process.communicate()
         raise
     if process.returncode == -signal.SIGKILL:
-        return unmeasured(spec, "oom", "the process was killed, as the kernel does when memory runs out")
+        return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
     row = _last_json(out)
     if process.returncode or row is None:
-        how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-        last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no message")
-        raise RuntimeError(f"{spec.row_id}: the measuring process ended with {how}: {last}")
+        end = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
+        last_line = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no message")
+        raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
     return row
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Distribution-free confidence interval of the median: the k-th smallest and k-th largest sample.
+    """The distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
 
-    k is the largest with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence, so n = 10 gives the 2nd and the 9th sample. With fewer
-    than 6 samples no pair of samples reaches 95 %: None.
+    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence; for n = 10 these are the 2nd and the 9th sample. The
+    result is None where no pair of samples reaches the confidence, which for 95 % means fewer than 6 samples.
     """
     n = len(samples)
     tail, k = 0.0, 0
@@ -153,20 +152,20 @@ def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[flo
     return (ordered[k - 1], ordered[n - k]) if k else None
 
 
-def unmeasured(spec: RowSpec, status: str, reason: str) -> dict[str, Any]:
-    """The row of what could not be measured: `status` `oom`, `timeout` or `failed`, and why."""
+def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], reason: str) -> dict[str, Any]:
+    """A row that could not be measured: its counts, its `status` and the `reason`."""
     return {**_blank_row(spec), **_count(spec), "status": status, "reason": reason}
 
 
 def _count(spec: RowSpec) -> dict[str, Any]:
     from . import flops
 
-    counted = flops.cost(spec.model, spec.options, spec.resolution)
-    return {"params": counted.params, "macs_g": counted.macs_g}
+    counted = flops.cost(spec.model, spec.options, spec.image_size)
+    return {"num_params": counted.num_params, "macs_g": counted.macs_g}
 
 
 def _last_json(out: str) -> dict[str, Any] | None:
-    """The row in the last line of stdout, if it is one."""
+    """The row in the last line of stdout; None where that line is not a row."""
     lines = out.splitlines()
     with contextlib.suppress(json.JSONDecodeError):
         if lines and isinstance(row := json.loads(lines[-1]), dict):
@@ -175,10 +174,10 @@ def _last_json(out: str) -> dict[str, Any] | None:
 
 
 def _blank_row(spec: RowSpec) -> dict[str, Any]:
-    shared = ("model", "options", "attention", "batch", "dtype", "device", "backend", "mode", "compile")
+    copied = ("model", "options", "attention", "batch_size", "dtype", "device", "backend", "mode", "compile")
     return {
-        **{name: getattr(spec, name) for name in shared},
-        "resolution": list(spec.resolution),
+        **{name: getattr(spec, name) for name in copied},
+        "image_size": list(spec.image_size),
         "attention_kernel": "none",
         "throughput_img_per_s": None,
         "latency_ms": None,
@@ -192,9 +191,9 @@ def _blank_row(spec: RowSpec) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """The measuring process: a RowSpec as JSON on stdin -> the row as JSON in stdout's last line."""
+    """Run the measuring process: read a RowSpec as JSON from stdin, print the row as JSON in the last line of stdout."""
     with _private_stdout() as results:
-        # when memory runs out, the kernel should take this process and not the one that started it
+        # when memory runs out, the kernel should kill this process rather than the one that started it
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         spec = RowSpec(**json.load(sys.stdin))
@@ -204,13 +203,13 @@ def _main() -> None:
             if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
-        # counted last: building a model to count it would raise the memory that the peak is measured from
+        # counted last, because building a model to count it would raise the memory from which the peak is measured
         print(json.dumps({**_blank_row(spec), **measured, **_count(spec)}), file=results, flush=True)
 
 
 @contextlib.contextmanager
 def _private_stdout() -> Iterator[IO[str]]:
-    """The real stdout for results alone; whatever else prints to it, C code too, goes to stderr."""
+    """Yield the real stdout, reserved for results; everything else that prints to stdout, C code too, goes to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
@@ -229,11 +228,11 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     device, dtype = torch.device(spec.device), getattr(torch, DTYPES[spec.dtype])
     baseline_kib = _status_kib("VmRSS")
     torch.manual_seed(0)
-    model = build.create(spec.model, spec.options, spec.resolution, fused=spec.attention != "unfused").to(device, dtype)
+    model = build.create(spec.model, spec.options, spec.image_size, fused=spec.attention != "unfused").to(device, dtype)
     if hasattr(model, "set_backend"):
         model.set_backend(spec.backend)
     backend = kernel_backend(model, dtype)
-    images = torch.randn(spec.batch, 3, *spec.resolution).to(device, dtype)
+    images = torch.randn(spec.batch_size, 3, *spec.image_size).to(device, dtype)
     kernel = _attention_kernel(model, images) if spec.attention == "fused" else "none"
     network = torch.compile(model) if spec.compile else model
     if spec.mode == "train":
@@ -246,7 +245,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     row = {
         "backend": backend,
         "attention_kernel": kernel,
-        "throughput_img_per_s": spec.batch * 1e3 / latency,
+        "throughput_img_per_s": spec.batch_size * 1e3 / latency,
         "latency_ms": latency,
         "latency_ms_ci95": list(interval) if interval else None,
         "peak_memory_mib": peak_mib,
@@ -256,14 +255,17 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         "samples_ms": [round(s, 3) for s in samples],
     }
     if interval is None:
-        row["latency_ms_ci95_reason"] = f"steps of over {SLOW_STEP_S:g} s: {len(samples)} of them give no 95 % interval of the median"
+        row["latency_ms_ci95_reason"] = f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
     if peak_mib is None:
         row["peak_memory_mib_reason"] = "this system has no /proc/self/status"
     return row
 
 
 def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """Forward, backward and a step of AdamW, whose two moments count into the memory; the rate is too small to lead anywhere."""
+    """Return a step of training: forward, backward and AdamW, whose two moments count towards the memory.
+
+    The learning rate is too small to change the model noticeably.
+    """
     import torch
 
     model.train()
@@ -279,31 +281,31 @@ def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
 
 
 def _attention_kernel(model: Any, images: Any) -> str:
-    """Which fused kernel `scaled_dot_product_attention` dispatches to for one of these images, `none` if it is the plain product."""
+    """The fused kernel to which `scaled_dot_product_attention` dispatches for one of these images, or `none` for the plain product."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     chosen: list[str] = []
 
-    class Watch(TorchDispatchMode):
+    class RecordAttention(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             name = func.overloadpacket.__name__
             if name.startswith("_scaled_dot_product"):
                 chosen.append(name)
             return func(*args, **(kwargs or {}))
 
-    with torch.no_grad(), Watch():  # under inference_mode the public function would be seen, and not what it chose
+    with torch.no_grad(), RecordAttention():  # inference_mode would show the public function instead of the kernel that it chose
         model(images[:1])
     return next((name for name in chosen if not name.endswith("_math")), "none")
 
 
 def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None) -> tuple[list[float], float | None, str]:
-    """(milliseconds of each timed step, peak memory in MiB, how the peak was read)."""
+    """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read."""
     import torch
 
     timer = STEP_TIMERS[device.type]
     _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or spec.compile)
-    # the peak is that of the timed steps: a Triton kernel's autotuning in the warm-up takes memory of its own
+    # only the timed steps count towards the peak: in the warm-up, a Triton kernel's autotuning takes memory of its own
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         method = "cuda_allocator"
@@ -318,12 +320,18 @@ def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: i
 
 
 def _warm_up(timed_step: Callable[[], float], steps: int, *, first_step_compiles: bool) -> None:
-    """Run steps until clocks, caches and allocators have settled; a slow step settles them all by itself."""
-    started, done = time.perf_counter(), 0
-    while done < steps or time.perf_counter() - started < WARM_UP_S:
-        slow = timed_step() > SLOW_STEP_S * 1e3
-        done += 1
-        if slow and not (first_step_compiles and done == 1):
+    """Run steps until clocks, caches and allocators have settled; one slow step is enough to settle them.
+
+    Args:
+        timed_step: runs a step and returns its milliseconds.
+        steps: the fewest steps; they go on until WARM_UP_S have been spent in steps.
+        first_step_compiles: whether the first step may be slow only because it compiles.
+    """
+    done, spent_ms = 0, 0.0
+    while done < steps or spent_ms < WARM_UP_S * 1e3:
+        elapsed_ms = timed_step()
+        done, spent_ms = done + 1, spent_ms + elapsed_ms
+        if elapsed_ms > SLOW_STEP_S * 1e3 and not (first_step_compiles and done == 1):
             return
 
 
@@ -361,16 +369,16 @@ def _status_kib(field: str) -> int | None:
 
 
 def _reset_peak_rss() -> str:
-    """Start the peak of resident memory anew; returns how the peak will be read."""
+    """Reset the peak of resident memory; return how the peak will be read."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
-        return "rss_peak_since_start"  # building the model counts too
+        return "rss_peak_since_start"  # includes building the model
     return "rss_peak"
 
 
 def _peak_rss_mib(baseline_kib: int | None) -> float | None:
-    """Peak resident memory above the baseline: what the model and its activations take beyond the interpreter."""
+    """Peak resident memory above the baseline: the memory of the model and its activations beyond the interpreter's."""
     peak_kib = _status_kib("VmHWM")
     return None if peak_kib is None or baseline_kib is None else (peak_kib - baseline_kib) / 2**10
 

@@ -1,7 +1,7 @@
 """Model families in timm's conventions. Importing this package registers all of them with timm.
 
-Families are found, not listed: a new module is registered by lying here, and adding one changes no code that the
-trained results of another family depend on.
+Families are found, not listed: a module in this folder is enough, and a new one changes no code on which the trained results of
+another family depend.
 """
 
 import importlib

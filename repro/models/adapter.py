@@ -1,50 +1,50 @@
 """ViT-Adapter: four feature maps for dense tasks from any plain backbone, as Vision-RWKV configures it.
 
-A convolutional prior of the image and the backbone's tokens exchange information four times: deformable attention injects the
-prior into the patch tokens in front of a quarter of the blocks, and behind them extracts what the tokens have become. The backbone
-is used through the PlainBackbone protocol alone; its class tokens, where it has any, pass by untouched.
+Convolutions turn the image into a spatial prior, which exchanges information with the backbone's tokens four times: before each
+quarter of the blocks an injector adds the prior to the patch tokens, and after it an extractor reads the patch tokens back into the
+prior, both by deformable attention. The adapter uses nothing of the backbone but the PlainBackbone protocol, and leaves class
+tokens unchanged.
 
 Shape letters: B images of H x W pixels, D width, N = h·w patch tokens (h = H/16, w = W/16), K = 4N + N + N/4 tokens of the prior on
-grids of stride 8, 16 and 32, M heads, L levels, P points.
+grids of strides 8, 16 and 32, M heads, L levels, P points.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, LayerScale, resample_abs_pos_embed
+from timm.layers import DropPath
 from timm.models import checkpoint
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from kernels.ms_deform_attn import ms_deform_attn, selected_backend
 
-from .backbone import Grid, insert_tokens, remove_tokens
-from .registry import PlainBackbone, PlainViT, build_model
+from .backbone import Grid, PlainBackbone, insert_tokens, remove_tokens
+from .plain_vit import ClasslessViT, PlainViT
 
 EPS = 1e-6
 INTERACTIONS = 4
-EXTRA_EXTRACTORS = 2  # behind the last interaction
-STRIDE = 32  # of the coarsest map: both sides of an image are padded to multiples of it
+EXTRA_EXTRACTORS = 2  # after the last interaction
+STRIDES = (4, 8, 16, 32)  # of the maps; images are padded to multiples of the last one
 EMBEDDINGS = "pos_embed", "cls_pos_embed", "cls_token", "reg_token", "dist_token"
 Features = Literal["last", "each"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSize:
-    """Hyper-parameters that depend on the backbone's width.
+    """Hyper-parameters that depend on the backbone's width D.
 
     Args:
         num_heads: heads M of every deformable attention.
-        value_ratio: width of its values over D.
+        value_ratio: width of its values as a multiple of D.
         prior_channels: channels of the spatial prior's stem.
-        num_points: points P that a query samples on each level, in each head.
-        ffn_ratio: hidden width of the convolutional FFN over D.
+        num_points: points P that each head of a query samples on each level.
+        ffn_ratio: hidden width of the convolutional FFN as a multiple of D.
     """
 
     num_heads: int
@@ -63,7 +63,7 @@ SIZES = {
 
 
 def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
-    """Centres ((i + 0.5)/w, (j + 0.5)/h) of the cells of (h, w) grids, row by row, one grid after the other: fp32 (Q, 2)."""
+    """Centres ((i + 0.5)/w, (j + 0.5)/h) of the cells of consecutive (h, w) grids, row by row: fp32 (Q, 2)."""
     points = []
     for h, w in grids:
         x, y = ((torch.arange(n, dtype=torch.float32, device=device) + 0.5) / n for n in (w, h))
@@ -72,31 +72,31 @@ def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
 
 
 class DeformableAttention(nn.Module):
-    """Every query sums P bilinear samples of each level around its reference point, in M heads; see `kernels.ms_deform_attn`.
+    """Each head of a query sums P bilinear samples of every level around the query's reference point; see `kernels.ms_deform_attn`.
 
-    Offsets, in pixels of a level, and the weights of the sum, a softmax over points and levels, are linear in the query.
+    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query.
 
     Args:
         dim: width D of queries and values.
-        num_levels: maps L that the values consist of.
-        size: M, P and the width of the projected values.
+        num_levels: number L of maps in the values.
+        size: heads M, points P and the width of the projected values.
 
     Raises:
-        ValueError: the values' width is not a multiple of the heads.
+        ValueError: the width of the values is not a multiple of the number of heads.
     """
 
     def __init__(self, dim: int, num_levels: int, size: AdapterSize):
         super().__init__()
         inner, samples = int(size.value_ratio * dim), size.num_heads * num_levels * size.num_points
         if inner % size.num_heads:
-            raise ValueError(f"values of width {inner} do not split into {size.num_heads} heads")
+            raise ValueError(f"values of width {inner} cannot be split into {size.num_heads} heads")
         self.sampling, self.backend = (size.num_heads, num_levels, size.num_points), "auto"
         self.value_proj, self.output_proj = nn.Linear(dim, inner), nn.Linear(inner, dim)
         self.offset_proj, self.weight_proj = nn.Linear(dim, 2 * samples), nn.Linear(dim, samples)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Head m starts to look in the direction 2πm/M, point p at p + 1 pixels (in the larger coordinate), all weighted alike."""
+        """Head m begins in the direction 2πm/M, with its point p at p + 1 pixels (in the larger coordinate), all of equal weight."""
         M, _, P = self.sampling
         for linear in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(linear.weight)
@@ -111,7 +111,7 @@ class DeformableAttention(nn.Module):
         bias.copy_((direction[:, None, None] * distance[:, None]).expand_as(bias))
 
     def forward(self, query: Tensor, points: Tensor, value: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """query (B, Q, D) at reference points (Q, 2), value (B, S, D) on L grids one after the other -> (B, Q, D)."""
+        """query (B, Q, D) at reference points (Q, 2) and value (B, S, D) on L consecutive grids -> (B, Q, D)."""
         M, L, P = self.sampling
         offsets = self.offset_proj(query).unflatten(-1, (M, L, P, 2))
         weights = self.weight_proj(query).unflatten(-1, (M, L * P)).softmax(-1).unflatten(-1, (L, P))
@@ -126,7 +126,7 @@ class DeformableAttention(nn.Module):
 
 
 class Injector(nn.Module):
-    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) from the prior's tokens c (B, K, D); γ starts at 0."""
+    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior's tokens c (B, K, D); γ is 0 initially."""
 
     def __init__(self, dim: int, size: AdapterSize):
         super().__init__()
@@ -135,12 +135,12 @@ class Injector(nn.Module):
         self.gamma = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, points: Tensor, c: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """`points` (N, 2) are the patches' centres, `grids` the prior's."""
+        """`points` (N, 2) are the centres of the patches, `grids` those of the prior."""
         return x + self.gamma * self.attn(self.query_norm(x), points, self.value_norm(c), grids)
 
 
 class ConvFFN(nn.Module):
-    """Linear -> depth-wise 3x3 convolution, one for all levels -> GELU -> Linear."""
+    """Linear -> depth-wise 3x3 convolution, shared by all levels -> GELU -> Linear."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -154,7 +154,7 @@ class ConvFFN(nn.Module):
 
 
 class Extractor(nn.Module):
-    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's tokens c (B, K, D) from the patch tokens x."""
+    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's tokens c (B, K, D) attend to the patch tokens x."""
 
     def __init__(self, dim: int, size: AdapterSize, drop_path: float):
         super().__init__()
@@ -164,13 +164,13 @@ class Extractor(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, c: Tensor, points: Tensor, x: Tensor, grid: Grid, grids: Sequence[Grid]) -> Tensor:
-        """`points` (K, 2) are the centres of the prior's `grids`, `grid` that of the patches."""
+        """`points` (K, 2) are the centres of the cells of the prior's `grids`; `grid` is that of the patches."""
         c = c + self.attn(self.query_norm(c), points, self.value_norm(x), (grid,))
         return c + self.drop_path(self.ffn(self.ffn_norm(c), grids))
 
 
 class SpatialPrior(nn.Module):
-    """Convolutions over the image: a map of stride 4 and tokens of strides 8, 16 and 32, all of width D."""
+    """Convolutions that make four maps of the image, of strides 4, 8, 16 and 32 and of width D."""
 
     def __init__(self, dim: int, channels: int):
         super().__init__()
@@ -184,7 +184,7 @@ class SpatialPrior(nn.Module):
         self.projections = nn.ModuleList(nn.Conv2d(width, dim, 1) for width in widths)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W), multiples of 32 -> (B, D, H/4, W/4) to (B, D, H/32, W/32)."""
+        """(B, 3, H, W), H and W multiples of 32 -> (B, D, H/4, W/4), ..., (B, D, H/32, W/32)."""
         maps, x = [], images
         for stage, projection in zip(self.stages, self.projections, strict=True):
             x = stage(x)
@@ -192,73 +192,26 @@ class SpatialPrior(nn.Module):
         return maps
 
 
-class ClasslessViT(nn.Module):
-    """timm's ViT (DeiT) as ViT-Adapter has it, under the PlainBackbone protocol: no class token, and layer scales, from 1.
-
-    The position embedding keeps the class token's row, without a use, so that its length is that of the weights and the parameters
-    are those that the papers count.
-
-    Args:
-        model: a VisionTransformer with a class token at most; it is changed in place.
-
-    Raises:
-        ValueError: one with register tokens or without a position embedding.
-    """
-
-    def __init__(self, model: VisionTransformer):
-        super().__init__()
-        if model.num_reg_tokens or model.pos_embed is None:
-            raise ValueError("a ViT with register tokens or without position embedding is no backbone of the adapter")
-        model.cls_token = None
-        for block in model.blocks:
-            for name in ("ls1", "ls2"):
-                if isinstance(getattr(block, name), nn.Identity):
-                    setattr(block, name, LayerScale(model.embed_dim, init_values=1.0))
-        self.model = model
-        self.embed_dim, self.patch_size = model.embed_dim, model.patch_embed.patch_size[0]
-
-    @property
-    def blocks(self) -> list:
-        """timm's blocks; attention, global in all of them, has no use for the grid."""
-        return [lambda tokens, grid, block=block: block(tokens) for block in self.model.blocks]
-
-    @property
-    def norm(self) -> nn.Module:
-        """The final norm."""
-        return self.model.norm
-
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled where the grid is another, and the (h, w) grid."""
-        patches = self.model.patch_embed.proj(x)
-        grid, built = tuple(patches.shape[-2:]), self.model.patch_embed.grid_size
-        positions = self.model.pos_embed[:, -built[0] * built[1] :]
-        positions = resample_abs_pos_embed(positions, list(grid), list(built), num_prefix_tokens=0, antialias=False)
-        return self.model.norm_pre(self.model.pos_drop(patches.flatten(2).mT + positions)), grid
-
-    def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """There are no class tokens."""
-        return ()
-
-
 class ViTAdapter(nn.Module):
-    """A plain backbone and its adapter: images -> maps of stride 4, 8, 16 and 32, all of the backbone's width.
+    """A plain backbone with its adapter, as a `repro.models.pyramid.Pyramid`: four maps, all of the backbone's width.
 
-    What the backbone has behind its blocks, norm and head, is taken off. The prior's tokens c become the maps of strides 8, 16, 32,
-    and the first of them, upsampled, with the prior's first map, that of stride 4; to each the patch tokens are added, resized, and
-    each has a norm.
+    The backbone's norm and head, which follow its blocks, are removed. The prior's tokens c give the maps of strides 8, 16 and 32;
+    the one of stride 8, upsampled and added to the prior's first map, gives that of stride 4. To each map the resized patch tokens
+    are added, and each has a norm of its own.
 
     Args:
-        backbone: fulfils PlainBackbone, with patches of 16 pixels and a number of blocks that is a multiple of 4.
-        features: whose patch tokens are added: `last`, those behind the last block, to every map (detection); `each`, those
-            behind the four interactions, to one map each (segmentation).
+        backbone: fulfils PlainBackbone, with patches of 16 pixels and a multiple of 4 blocks.
+        features: which patch tokens are added: `last`, those after the last block, to every map (detection); `each`, those after
+            each of the four interactions, to one map each (segmentation).
         drop_path_rate: of every extractor's FFN; the backbone's blocks have their own.
-        freeze_backbone: keep the backbone's parameters and its eval mode; gradients still pass through it.
-        size: hyper-parameters; those of SIZES for the backbone's width by default.
+        freeze_backbone: do not train the backbone, and keep it in eval mode; gradients still pass through it.
+        size: hyper-parameters; the default is the entry of SIZES for the backbone's width.
 
     Raises:
-        ValueError: a backbone that does not fit, or of a width that SIZES does not know and without `size`.
+        ValueError: a backbone that does not fit, or whose width is not in SIZES while `size` is None.
     """
 
+    strides = STRIDES
     built_from: tuple[str, dict[str, Any]] | None = None
 
     def __init__(
@@ -274,15 +227,17 @@ class ViTAdapter(nn.Module):
         dim, depth = backbone.embed_dim, len(backbone.blocks)
         size = size or SIZES.get(dim)
         if size is None:
-            raise ValueError(f"no adapter is known for width {dim}; give its size")
+            raise ValueError(f"no adapter is configured for width {dim}; pass its size")
         if backbone.patch_size != 16 or depth % INTERACTIONS:
-            raise ValueError(f"an adapter wants patches of 16 pixels and 4·n blocks; there are {backbone.patch_size} and {depth}")
+            found = f"this backbone has patches of {backbone.patch_size} pixels and {depth} blocks"
+            raise ValueError(f"an adapter needs patches of 16 pixels and a multiple of 4 blocks; {found}")
         if features not in ("last", "each"):
             raise ValueError(f"features {features!r} is not one of last, each")
+        self.channels = (dim,) * len(STRIDES)
         self.embed_dim, self.depth, self.features, self.freeze_backbone = dim, depth, features, freeze_backbone
         self.grad_checkpointing = False
         self.backbone = backbone.requires_grad_(not freeze_backbone)
-        self.trunk_name = "backbone.model" if isinstance(backbone, (PlainViT, ClasslessViT)) else "backbone"
+        self.trunk_name = "backbone.model" if isinstance(backbone, PlainViT) else "backbone"
         self.trunk.norm = nn.Identity()
         self.trunk.reset_classifier(0)
         self.prior = SpatialPrior(dim, size.prior_channels)
@@ -294,7 +249,7 @@ class ViTAdapter(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """The adapter's own: Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1)."""
+        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); the backbone is left as it is."""
         own = [module for name, module in self.named_modules() if not name.startswith("backbone.")]
         for module in own:
             if isinstance(module, nn.Linear):
@@ -311,16 +266,15 @@ class ViTAdapter(nn.Module):
 
     @property
     def trunk(self) -> nn.Module:
-        """The backbone under the names of its weights: itself, or the ViT of timm's inside it."""
+        """The module whose state dict has the names of the backbone's weights: the backbone, or timm's ViT inside it."""
         return self.get_submodule(self.trunk_name)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(B, 3, H, W) -> (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16), (B, D, H/32, W/32).
 
-        Where a side is no multiple of 32, the image is padded with zeros to the right and at the bottom, and the maps are of that.
+        Images whose sides are not multiples of 32 are first padded; see `pad_to_stride`.
         """
-        height, width = images.shape[-2:]
-        images = F.pad(images, (0, -width % STRIDE, 0, -height % STRIDE))
+        images = pad_to_stride(images)
         finest, *levels = self.prior(images)
         grids = [tuple(level.shape[-2:]) for level in levels]
         c = torch.cat([level.flatten(2).mT + embed for level, embed in zip(levels, self.level_embed, strict=True)], 1)
@@ -335,7 +289,7 @@ class ViTAdapter(nn.Module):
         return maps
 
     def _interact(self, images: Tensor, c: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
-        """The prior's tokens (B, K, D) behind all extractors, and the patch tokens (B, N, D) for each of the four maps."""
+        """The prior's tokens (B, K, D) after all extractors, and the patch tokens (B, N, D) for each of the four maps."""
         tokens, grid = self.backbone.embed(images)
         positions = self.backbone.prefix_positions(grid[0] * grid[1])
         centres, prior_centres = (reference_points(each, images.device) for each in ([grid], grids))
@@ -354,7 +308,7 @@ class ViTAdapter(nn.Module):
         return c, taken if self.features == "each" else taken[-1:] * INTERACTIONS
 
     def train(self, mode: bool = True) -> "ViTAdapter":
-        """As of nn.Module, but a frozen backbone stays in eval mode."""
+        """Set training mode as nn.Module does, except that a frozen backbone stays in eval mode."""
         super().train(mode)
         if self.freeze_backbone:
             self.backbone.eval()
@@ -365,64 +319,48 @@ class ViTAdapter(nn.Module):
         self.grad_checkpointing = enable
 
     def set_backend(self, backend: str) -> None:
-        """Which implementation of this project's operators every layer runs, the backbone's and the adapter's; see `kernels`."""
-        for layer in self._operators():
+        """Choose the implementation of this project's operators for all layers of backbone and adapter; see `kernels`."""
+        for layer in self._operator_layers():
             layer.backend = backend
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the operators that runs here for activations of `dtype`, several joined by `+`."""
-        return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operators()}))
+        """The implementation of the operators that runs here for activations of `dtype`; several are joined by `+`."""
+        return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()}))
 
-    def _operators(self) -> list[nn.Module]:
+    def _operator_layers(self) -> list[nn.Module]:
         return [module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")]
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """Patterns for timm's layer-wise decay: embeddings are layer 0, block i is layer i + 1, all else is the last layer.
+        """Patterns for timm's layer-wise decay: embeddings are layer 0, block i is layer i + 1, everything else is the last layer.
 
-        In a larger model `prefix` is the adapter's own name there, dot included.
+        Within a larger model, `prefix` is the adapter's name there, dot included.
         """
         backbone = rf"^{re.escape(prefix)}backbone\.(?:model\.)?"
         return {"stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})", "blocks": [(rf"{backbone}blocks\.(\d+)", None)]}
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts but for its embeddings, which decay as the level embedding does; so does Vision-RWKV's release.
+        """What the backbone exempts, except its embeddings: they decay as the level embedding does, as in Vision-RWKV's release.
 
         Vectors and biases are exempt by timm's own rule.
         """
         return {f"{self.trunk_name}.{name}" for name in self.trunk.no_weight_decay() if not name.startswith(EMBEDDINGS)}
 
+    def is_removed(self, key: str) -> bool:
+        """Whether a key of the backbone's weights belongs to a part that the adapter removes: norm and head, or a ViT's class token."""
+        return key.startswith(("norm.", "fc_norm.", "head.")) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
 
-def build_adapter(
-    name: str,
-    *,
-    options: Mapping[str, Any] | None = None,
-    features: Features = "last",
-    drop_path_rate: float = 0.0,
-    freeze_backbone: bool = False,
-    size: AdapterSize | None = None,
-) -> ViTAdapter:
-    """The adapter around a registered backbone, whose weights `transfer.load_backbone` fills in.
+    def is_added(self, key: str) -> bool:
+        """Whether a key of the trunk belongs to a part that the adapter may add to the backbone: a ViT's layer scales."""
+        return isinstance(self.backbone, ClasslessViT) and re.search(r"\.ls[12]\.gamma$", key) is not None
 
-    Args:
-        name: a model of this project, or a ViT of timm's, which becomes a ClasslessViT.
-        options: what else the backbone takes, with the `img_size` of its training where that is not its default.
-        drop_path_rate: of the extractors, and the last in the backbone's linear rise from 0.
-        features, freeze_backbone, size: see `ViTAdapter`.
 
-    Raises:
-        ValueError: an unknown model, or one that is no plain backbone or does not fit.
-    """
-    options = dict(options or {})
-    model = build_model(name, **{**options, "num_classes": 0, "drop_path_rate": drop_path_rate})
-    backbone = ClasslessViT(model) if isinstance(model, VisionTransformer) else model
-    if not isinstance(backbone, PlainBackbone):
-        raise ValueError(f"{name}: no plain backbone, so the adapter cannot work between its blocks")
-    adapter = ViTAdapter(backbone, features=features, drop_path_rate=drop_path_rate, freeze_backbone=freeze_backbone, size=size)
-    adapter.built_from = name, options
-    return adapter
+def pad_to_stride(images: Tensor) -> Tensor:
+    """Images (B, 3, H, W), padded with zeros at the right and at the bottom to multiples of the largest stride."""
+    height, width = images.shape[-2:]
+    return F.pad(images, (0, -width % STRIDES[-1], 0, -height % STRIDES[-1]))
 
 
 def to_maps(tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-    """Tokens (B, Σ h·w, D) on grids one after the other -> a map (B, D, h, w) for each, channels last in memory."""
+    """Tokens (B, Σ h·w, D) on consecutive grids -> a map (B, D, h, w) for each grid, channels last in memory."""
     parts = tokens.split([h * w for h, w in grids], 1)
     return [part.mT.unflatten(2, grid) for part, grid in zip(parts, grids, strict=True)]

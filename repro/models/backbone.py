@@ -1,36 +1,58 @@
-"""What the families of this project share: timm's interface and the PlainBackbone protocol, over blocks of one width.
+"""What this project's families share: timm's interface and the PlainBackbone protocol, over blocks of equal width.
 
-A family adds its blocks, its final norm, its embeddings and its class feature; how images become a grid of patches, features are
-taken from between blocks, heads are exchanged and blocks recomputed is here, once.
+A family adds its blocks, its final norm, its embeddings and its class feature. Everything else stands here once: cutting an image
+into a grid of patches, returning features from between the blocks, replacing the head, and recomputing blocks in the backward pass.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, checkpoint
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 Grid = tuple[int, int]
 
 
+@runtime_checkable
+class PlainBackbone(Protocol):
+    """A non-hierarchical backbone whose tokens other modules can change between two blocks.
+
+    `embed(x)` turns an image (B, C, H, W) into tokens (B, T, D) and their (h, w) grid. Each of `blocks`, called as
+    `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one. `prefix_positions(h·w)` lists the
+    positions of the class tokens in ascending order; a module between two blocks must change the other tokens only.
+    """
+
+    embed_dim: int
+    patch_size: int
+    blocks: Sequence[Callable[[Tensor, Grid], Tensor]]
+    norm: nn.Module
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]: ...
+
+    def prefix_positions(self, num_patches: int) -> tuple[int, ...]: ...
+
+
 class Backbone(nn.Module):
     """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
 
-    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`, and implements `embed` and `class_feature`; one
-    with class tokens also `prefix_positions`.
+    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`, and implements `embed` and `class_feature`. A
+    subclass with class tokens also implements `prefix_positions`. A subclass whose multiply-adds have a closed form implements
+    `param_terms()` and `mac_terms(image_size)`: named counts that add up to the model's parameters, and to the multiply-adds for
+    one image; `repro.measure.flops` uses them in place of a counted forward pass.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
-        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
+        patch_size: side of a patch in pixels; height and width of every image must be multiples of it.
         in_chans: channels of the image.
-        num_classes: outputs of the head; 0 leaves it out.
+        num_classes: outputs of the head; 0 builds no head.
         embed_dim: width D.
-        depth: blocks.
-        pool: how the class feature comes about, for timm's `global_pool`.
-        drop_rate: dropout in front of the head.
+        depth: number of blocks.
+        pool: the strategy that makes the class feature, which timm calls `global_pool`.
+        drop_rate: dropout before the head.
     """
 
     blocks: nn.ModuleList
@@ -60,10 +82,10 @@ class Backbone(nn.Module):
         self.feature_info = [{"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Patches down and across an image of height x width pixels.
+        """Rows and columns of patches in an image of height x width pixels.
 
         Raises:
-            ValueError: one of them is not a positive multiple of the patch size.
+            ValueError: height or width is not a positive multiple of the patch size.
         """
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
@@ -71,7 +93,7 @@ class Backbone(nn.Module):
         return height // p, width // p
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) as the first block takes them, and the (h, w) grid of the patches.
+        """Image (B, C, H, W) -> tokens (B, T, D) for the first block, and the (h, w) grid of the patches.
 
         Raises:
             ValueError: H or W is not a multiple of the patch size.
@@ -79,12 +101,12 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def patches(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises as `embed`."""
+        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the same error as `embed`."""
         grid = self.grid_of(*x.shape[-2:])
         return self.patch_embed(x).flatten(2).transpose(1, 2), grid
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """Positions of the class tokens in the token sequence, ascending; empty where there are none."""
+        """Positions of the class tokens in the token sequence, ascending; empty for a family without class tokens."""
         return ()
 
     def class_feature(self, tokens: Tensor) -> Tensor:
@@ -92,19 +114,19 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> tokens (B, T, D) after the final norm, class tokens at `prefix_positions`."""
+        """Image (B, C, H, W) -> tokens (B, T, D) after the final norm, with class tokens at `prefix_positions`."""
         tokens, grid = self.embed(x)
         for block in self.blocks:
             tokens = self._run_block(block, tokens, grid)
         return self.norm(tokens)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Normalised tokens (B, T, D) -> logits (B, num_classes), or the class feature (B, D) in front of the head."""
+        """Normalised tokens (B, T, D) -> logits (B, num_classes); with `pre_logits`, the class feature (B, D) instead."""
         feature = self.head_drop(self.class_feature(x))
         return feature if pre_logits else self.head(feature)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> logits (B, num_classes), or the class feature (B, D) when there is no head."""
+        """Image (B, C, H, W) -> logits (B, num_classes), or the class feature (B, D) of a model without a head."""
         return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
@@ -116,18 +138,18 @@ class Backbone(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Patch tokens after chosen blocks, as timm's feature interface wants them.
+        """Patch tokens after selected blocks, as timm's feature interface defines it.
 
         Args:
             x: image (B, C, H, W).
-            indices: the last n blocks if int, all if None, else these blocks.
+            indices: an int selects the last n blocks, None all blocks, a list the blocks with these indices.
             norm: apply the final norm to the intermediates.
-            stop_early: leave out the blocks after the last index.
+            stop_early: skip the blocks after the last selected one.
             output_fmt: `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D); class tokens are left out.
-            intermediates_only: do not return the final tokens.
+            intermediates_only: return the intermediates without the final tokens.
 
         Returns:
-            The intermediates, or (final tokens as of `forward_features`, intermediates).
+            The intermediates, or (final tokens as `forward_features` returns them, intermediates).
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
@@ -143,7 +165,7 @@ class Backbone(nn.Module):
         return intermediates if intermediates_only else (self.norm(tokens), intermediates)
 
     def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
-        """Drop the blocks after the last index, and on request the final norm and the head; returns the absolute indices."""
+        """Remove the blocks after the last index and, on request, the final norm and the head; returns the absolute indices."""
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -153,18 +175,18 @@ class Backbone(nn.Module):
         return take
 
     def set_backend(self, backend: str) -> None:
-        """Which implementation of this project's operator every layer runs; see `kernels`. Nothing where there is no such operator."""
-        for layer in self._operators():
+        """Choose the implementation of this project's operator for every layer, see `kernels`; no effect on families in plain PyTorch."""
+        for layer in self._operator_layers():
             layer.backend = backend
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the operator that runs on this model's device, at its own image size, for activations of `dtype`.
 
-        `torch` for a family that is plain PyTorch.
+        `torch` for a family in plain PyTorch.
         """
-        return next((layer.selected_backend(dtype) for layer in self._operators()), "torch")
+        return next((layer.selected_backend(dtype) for layer in self._operator_layers()), "torch")
 
-    def _operators(self) -> list[nn.Module]:
+    def _operator_layers(self) -> list[nn.Module]:
         return [module for module in self.blocks.modules() if hasattr(module, "selected_backend")]
 
     def get_classifier(self) -> nn.Module:
@@ -172,11 +194,9 @@ class Backbone(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for `num_classes`; the class feature belongs to the architecture, so `global_pool` may only repeat it."""
+        """Replace the head by a new one for `num_classes`. The pooling is part of the architecture: `global_pool` may only repeat it."""
         if global_pool not in (None, self.pool):
-            raise ValueError(
-                f"global_pool {global_pool!r}: the class strategy of a built model is fixed ({self.pool}); build it with pool=..."
-            )
+            raise ValueError(f"global_pool {global_pool!r}: this model was built with pool={self.pool!r}, which cannot be changed")
         self.num_classes = num_classes
         device, dtype = self.patch_embed.weight.device, self.patch_embed.weight.dtype
         self.head = nn.Linear(self.embed_dim, num_classes, device=device, dtype=dtype) if num_classes else nn.Identity()
@@ -191,7 +211,7 @@ class Backbone(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that put parameters into layers, for layer-wise learning-rate decay."""
+        """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
         return {"stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
     def _run_block(self, block: nn.Module, tokens: Tensor, grid: Grid) -> Tensor:
@@ -209,7 +229,7 @@ def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
 
 
 def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """The inverse of `remove_tokens`: extra (B, n, D) goes to the n ascending `positions` of the result."""
+    """The inverse of `remove_tokens`: the n tokens of `extra` (B, n, D) go to the n ascending `positions` of the result."""
     pieces, done = [], 0
     for i, position in enumerate(positions):
         pieces += [tokens[:, done : position - i], extra[:, i : i + 1]]
@@ -218,7 +238,7 @@ def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> 
 
 
 def default_cfg(input_size: int) -> dict[str, Any]:
-    """timm's description of a model that takes images of any size, `input_size` pixels a side by default, on ImageNet's statistics."""
+    """timm's configuration of a model that takes images of any size, with a default side in pixels and ImageNet's statistics."""
     return {
         "num_classes": 1000,
         "input_size": (3, input_size, input_size),
@@ -234,7 +254,22 @@ def default_cfg(input_size: int) -> dict[str, Any]:
     }
 
 
-def create(family: type[Backbone], variant: str, pretrained: bool, **kwargs: Any) -> Any:
-    """Build a registered `variant` of a family as timm's entrypoints do, feature extraction included."""
+def untrained_cfgs(family: str) -> Any:
+    """timm's configurations of a family's three published sizes and its nano, without weights."""
+    sizes = {f"{size}_patch16_224": 224 for size in ("tiny", "small", "base")} | {"nano_patch16_144": 144}
+    return generate_default_cfgs({f"{family}_{size}.untrained": default_cfg(side) for size, side in sizes.items()})
+
+
+def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept."""
+    renamed = {}
+    for key, value in state_dict.items():
+        old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
+        renamed[prefixes.get(old, "") + key.removeprefix(old)] = value
+    return renamed
+
+
+def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+    """Build a registered `variant` as timm's entrypoints do, including `features_only`."""
     feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
-    return build_model_with_cfg(family, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
+    return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)

@@ -1,4 +1,4 @@
-"""The TTT mixer: the first half of a Vittt block after its convolution and LayerNorm (Algorithm 1, Eq. 11 and 12).
+"""The TTT mixer, which follows the convolution and the first LayerNorm of a Vittt block (Algorithm 1, Eq. 11 and 12).
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d), R directions (1 or 2), C chunk length.
 """
@@ -14,7 +14,7 @@ from kernels.ttt_linear.reference import ttt_linear_dual
 
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
-# Table 3, in the paper's order: every snapshot has what the ones before it have, but for W_q, which share_qk drops
+# Table 3, in the paper's order: every snapshot has all parts of the previous ones, except W_q, which share_qk removes
 DESIGNS: tuple[Design, ...] = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
 W0_MODES: tuple[W0Mode, ...] = ("per_direction", "shared", "frozen")
 
@@ -23,8 +23,19 @@ ETA_BASE = 1.0
 
 
 def design_has(design: Design, part: Design) -> bool:
-    """Whether a snapshot of the design route has the part that the snapshot `part` introduced."""
+    """Whether a snapshot of the design route has the part that the snapshot `part` introduces."""
     return DESIGNS.index(design) >= DESIGNS.index(part)
+
+
+def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> int:
+    """Multiply-adds of the inner learner in one direction.
+
+    Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n tokens. The
+    last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk.
+    """
+    b = chunk_size or tokens
+    squares = tokens // b * b * b + (tokens % b) ** 2
+    return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
 
 
 class TTTMixer(nn.Module):
@@ -33,11 +44,11 @@ class TTTMixer(nn.Module):
     Args:
         dim: width D.
         num_heads: heads H; D must be a multiple of it.
-        num_tokens: tokens that the model is built for; the length of the learned token scale when `chunk_size` is 0.
+        num_tokens: number of tokens that the model is built for: the length of the learned token scale if `chunk_size` is 0.
         design: snapshot of the design route, Table 3.
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
-        eps: of the LayerNorms, inner and outer.
+        eps: of the inner and the outer LayerNorms.
     """
 
     def __init__(
@@ -62,12 +73,13 @@ class TTTMixer(nn.Module):
         self.has_conv1d = design_has(design, "conv1d")
 
         R, H, d = self.directions, num_heads, self.head_dim
-        # one matrix for every bias-free projection of x, in the order that `forward` splits: gate, q, k (or kq), v; directions inside
+        # one matrix for all bias-free projections of x, in the order in which `forward` splits them: gate, q, k (or kq), v, each for
+        # all directions
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, num_heads)  # shared by both directions
         if self.has_conv1d:
-            # nn.Conv1d holds (and initialises) the weights; they are in scan order, forth then back
+            # nn.Conv1d holds and initialises the weights; they are in scan order, first those of the forward scan
             self.conv_k = nn.Conv1d(R * dim, R * dim, CONV_KERNEL, groups=R * dim)
             self.conv_q = nn.Conv1d(R * dim, R * dim, CONV_KERNEL, groups=R * dim)
         state = torch.empty(1 if w0 == "shared" else R, H, d, d)
@@ -84,7 +96,7 @@ class TTTMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise what this module owns; convolutions keep PyTorch's default."""
+        """Initialise this module's own parameters; convolutions keep PyTorch's default."""
         for linear in (self.in_proj, self.out_proj):
             nn.init.trunc_normal_(linear.weight, std=0.02)
         nn.init.normal_(self.lr_proj.weight, std=0.02)
@@ -102,7 +114,7 @@ class TTTMixer(nn.Module):
             x_BTD: normalised tokens (B, T, D), T >= 1.
 
         Returns:
-            (B, T, D) in the dtype of `x_BTD` (of the autocast mode, where one is on), to be added to the residual stream.
+            (B, T, D) in the dtype of `x_BTD` (under autocast in that of the mode), to be added to the residual stream.
         """
         gate, q, k, v = self._project(x_BTD)
         z = self._learn(q, k, v, self.learning_rate(x_BTD))
@@ -122,9 +134,9 @@ class TTTMixer(nn.Module):
         return gate, q, k, v
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was made for."""
-        asked = {"head_dim": self.head_dim, "chunk_size": self.token_scale.shape[1], "dtype": dtype}
-        return selected_backend(self.backend, self.token_scale.device, **asked)
+        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for."""
+        wanted = {"head_dim": self.head_dim, "chunk_size": self.token_scale.shape[1], "dtype": dtype}
+        return selected_backend(self.backend, self.token_scale.device, **wanted)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
         """Inner learning rates (B, T, H): eta_base · sigmoid(x_t · w_h + a_h) / d."""
@@ -139,7 +151,7 @@ class TTTMixer(nn.Module):
 
     @torch.no_grad()
     def inner_losses(self, x_BTD: Tensor) -> Tensor:
-        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk, fp32 (B, T, R, H); from the reference."""
+        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk: fp32 (B, T, R, H), by the reference."""
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             q, k, v = self._project(x_BTD)[1:]
@@ -185,21 +197,22 @@ class TTTMixer(nn.Module):
         return (z[:, :, 0] + z[:, :, 1]).reshape(B, T, H * d)
 
     def _pad_causal(self, x: Tensor) -> Tensor:
-        """(B, T, R·D) -> (B, T+3, R·D): zeros before the first token in scan order, that is behind the last one for the back half."""
+        """(B, T, R·D) -> (B, T+3, R·D): zeros before the first token in scan order, which for the backward scan is after the last one."""
         pad = CONV_KERNEL - 1
         if self.directions == 1:
             return F.pad(x, (0, 0, pad, 0))
-        forth, back = x.chunk(2, dim=-1)
-        return torch.cat((F.pad(forth, (0, 0, pad, 0)), F.pad(back, (0, 0, 0, pad))), dim=-1)
+        forward, backward = x.chunk(2, dim=-1)
+        return torch.cat((F.pad(forward, (0, 0, pad, 0)), F.pad(backward, (0, 0, 0, pad))), dim=-1)
 
     def _conv(self, padded: Tensor, conv: nn.Conv1d) -> Tensor:
-        """Causal depth-wise convolution in scan order on tokens that stay token-major: (B, T+3, R·D) -> (B, T, R·D).
+        """Causal depth-wise convolution in scan order, on token-major tensors: (B, T+3, R·D) -> (B, T, R·D).
 
-        As a 2-D convolution of height 1: its channels-last path needs no transposed copy (several times faster on CPUs than conv1d).
+        It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on CPUs
+        than conv1d.
         """
         weight = conv.weight
         if self.directions == 2:
-            forth, back = weight.chunk(2)
-            weight = torch.cat((forth, back.flip(-1)))
+            forward, backward = weight.chunk(2)
+            weight = torch.cat((forward, backward.flip(-1)))
         out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight.unsqueeze(2), conv.bias, groups=weight.shape[0])
         return out.squeeze(2).transpose(1, 2).contiguous()

@@ -1,7 +1,7 @@
-"""Vision Mamba (Vim): blocks of a bidirectional selective scan, a class token in the middle; Vim-T/S/B and a nano.
+"""Vision Mamba (Vim): bidirectional selective scans, with a class token in the middle of the sequence; Vim-T/S/B and a nano.
 
-`import repro.models` registers the models with timm. The modules of a block bear the names of the official release, so that its
-state dicts differ from ours in three prefixes, which `official_state_dict` renames.
+`import repro.models` registers the models with timm. The modules of a block have the names of the official release, whose state
+dicts therefore differ from ours only in the three prefixes that `official_state_dict` renames.
 
 Shape suffixes: B images, T tokens, D width, E = 2·D channels of the scan, N states, R rank of the step size's projection.
 """
@@ -11,28 +11,29 @@ import math
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed
-from timm.models import generate_default_cfgs, register_model
+from timm.models import register_model
 from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan_bidir
 
-from .backbone import Backbone, Grid, create, default_cfg, insert_tokens, remove_tokens
+from .backbone import Backbone, Grid, create, insert_tokens, remove_tokens, rename_prefixes, untrained_cfgs
 
 STATE_DIM = 16
 CONV_KERNEL = 4
 EXPAND = 2
 EPS = 1e-5
-STEP_SIZES = 1e-3, 0.1  # the forward direction's Δ starts log-uniform between them
+PAPER_SCAN_MACS = 18  # of the scan per token, channel and state, for both directions, in Eq. 13 of the paper Vision-TTT
+STEP_SIZES = 1e-3, 0.1  # between which the initial Δ of the forward direction is log-uniform
 OFFICIAL_PREFIXES = {"layers.": "blocks.", "norm_f.": "norm.", "patch_embed.proj.": "patch_embed."}
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x in fp32 where its dtype is lower: what the residual stream and the norms are computed in."""
+    """x in fp32 if its dtype is lower: the precision of the residual stream and the norms."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.RMSNorm):
-    """x · rsqrt(mean(x²) + eps) · weight in fp32 at least, returned in the weight's dtype."""
+    """x · rsqrt(mean(x²) + eps) · weight, computed in at least fp32 and returned in the dtype of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = at_least_fp32(self.weight)
@@ -40,14 +41,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 class VimMixer(nn.Module):
-    """Linear -> causal Conv1d and SiLU -> selective scan, gated, in both directions -> mean of both -> Linear.
+    """Linear -> causal Conv1d and SiLU -> gated selective scan, in both directions -> mean of both -> Linear.
 
-    Projections of the input, the gate and the output are shared by the directions; what has `_b` in its name is the backward
-    direction's.
+    Both directions share the projections of the input, the gate and the output. Parameters with `_b` in their name belong to the
+    backward direction.
 
     Args:
         dim: width D.
-        depth: blocks of the whole model, by which the output projection's initial scale goes down.
+        depth: blocks of the whole model; the initial output projection is scaled by its inverse square root.
     """
 
     def __init__(self, dim: int, depth: int):
@@ -70,10 +71,10 @@ class VimMixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, depth: int) -> None:
-        """Initialise what PyTorch's defaults do not: rates, step sizes, skips and the scale of the output projection.
+        """Initialise rates, step sizes, skips and the output projection; the rest keeps PyTorch's defaults.
 
-        The backward direction's step size is left as the official release leaves it, at softplus(0) = 0.69: its bias is zeroed by
-        that release's general rule, which the forward direction's is exempt from.
+        The step size of the backward direction starts at softplus(0) = 0.69, as in the official release: its general rule zeroes
+        that bias, while it exempts the bias of the forward direction.
         """
         low, high = (math.log(size) for size in STEP_SIZES)
         size = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp_().clamp_(min=1e-4)
@@ -94,13 +95,13 @@ class VimMixer(nn.Module):
             x_BTD: normalised tokens (B, T, D), T >= 1.
 
         Returns:
-            (B, T, D) in the dtype of `x_BTD` (of the autocast mode, where one is on), to be added to the residual stream.
+            (B, T, D) in the dtype of `x_BTD` (under autocast in that of the mode), to be added to the residual stream.
         """
         B, T, _ = x_BTD.shape
         E, N, R = self.inner, STATE_DIM, self.rank
         x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)
         u = F.silu(self._conv(x_BTE)).view(B, T, 2, E)
-        # both directions' projections as batched products, direction first: their parts are views that the scan takes as they are
+        # both directions in one batched product, direction first: its parts are views that the scan takes without a copy
         rows = u.view(B * T, 2, E).transpose(0, 1)
         parts = torch.bmm(rows, torch.stack((self.x_proj.weight, self.x_proj_b.weight)).mT)
         low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
@@ -112,9 +113,9 @@ class VimMixer(nn.Module):
         return self.out_proj(y.mean(2))
 
     def _conv(self, x_BTE: Tensor) -> Tensor:
-        """Causal depth-wise convolution in each direction's scan order: (B, T, E) -> (B, T, 2·E), forth then back.
+        """Causal depth-wise convolution in the scan order of each direction: (B, T, E) -> (B, T, 2·E), forward scan first.
 
-        As a 2-D convolution of height 1: its channels-last path needs no transposed copy.
+        It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy.
         """
         pad = CONV_KERNEL - 1
         padded = torch.cat((F.pad(x_BTE, (0, 0, pad, 0)), F.pad(x_BTE, (0, 0, 0, pad))), dim=-1)
@@ -129,7 +130,7 @@ class VimMixer(nn.Module):
 
 
 class VimBlock(nn.Module):
-    """tokens + Mixer(RMSNorm(tokens)), the residual stream in fp32 at least."""
+    """tokens + Mixer(RMSNorm(tokens)), with a residual stream of at least fp32."""
 
     def __init__(self, dim: int, depth: int, drop_path: float):
         super().__init__()
@@ -138,25 +139,20 @@ class VimBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, T, D) -> (B, T, D); the scan has no use for the grid."""
+        """(B, T, D) -> (B, T, D); the scan ignores the grid."""
         return tokens + self.drop_path(self.mixer(self.norm(tokens)))
 
 
 class Vim(Backbone):
-    """Vision Mamba in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+    """Vision Mamba in timm's conventions, as a `PlainBackbone`.
 
-    The official release carries the last block's output beside the residual and adds it in front of the next norm, with the next
-    block's drop path rate, from [0] + linspace(0, p). That is the usual residual block with linspace(0, p), and so built here.
+    The official release carries the output of a block beside the residual, and adds it before the next norm with the drop path rate
+    of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0, p), which is built here.
 
     Args:
-        img_size: image height and width that the position embedding is made for; others are interpolated per forward.
-        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
-        in_chans: channels of the image.
-        num_classes: outputs of the head; 0 leaves it out.
-        embed_dim: width D.
-        depth: blocks.
-        drop_rate: dropout in front of the head.
-        drop_path_rate: stochastic depth, linear from 0 to this over the blocks.
+        img_size: image height and width of the position embedding; it is resampled for other sizes.
+        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
+        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0.
     """
 
     def __init__(
@@ -179,7 +175,7 @@ class Vim(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; mixers do their own."""
+        """Patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; mixers initialise themselves."""
         lecun_normal_(self.patch_embed.weight)
         nn.init.zeros_(self.patch_embed.bias)
         for weight in (self.cls_token, self.pos_embed):
@@ -189,7 +185,7 @@ class Vim(Backbone):
             nn.init.zeros_(self.head.bias)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """The class token sits in the middle of the sequence."""
+        """The class token is in the middle of the sequence."""
         return (num_patches // 2,)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
@@ -199,14 +195,22 @@ class Vim(Backbone):
         return at_least_fp32(tokens) + self._positions(grid), grid
 
     def class_feature(self, tokens: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> the class token's (B, D)."""
+        """Normalised tokens (B, T, D) -> the class token (B, D)."""
         return tokens[:, (tokens.shape[1] - 1) // 2]
+
+    def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
+        """`blocks`, which the papers count otherwise than we do, and their count for one image.
+
+        It is Eq. 13, 6TD² + 18·T·2D·16 per block, which leaves out convolutions and small projections.
+        """
+        D, T = self.embed_dim, grid[0] * grid[1] + 1
+        return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
     def _middle(self, grid: Grid) -> tuple[int, ...]:
         return self.prefix_positions(grid[0] * grid[1])
 
     def _positions(self, grid: Grid) -> Tensor:
-        """The position embedding (1, T, D) on a grid; the class token keeps its own, in the middle of any."""
+        """The position embedding (1, T, D) for a grid; the row of the class token is kept, in the middle."""
         if grid == self.grid_size:
             return self.pos_embed
         built = self._middle(self.grid_size)
@@ -216,27 +220,16 @@ class Vim(Backbone):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, beside vectors and biases, which every family exempts; the scan's rates A_log decay, as officially."""
+        """Embeddings, in addition to vectors and biases, which every family exempts; the rates A_log of the scan decay, as officially."""
         return {"pos_embed", "cls_token"}
 
 
 def official_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's state dict in our names; keys that it should not have stay, for a strict load to find."""
-    renamed = {}
-    for key, value in state_dict.items():
-        prefix = next((old for old in OFFICIAL_PREFIXES if key.startswith(old)), "")
-        renamed[OFFICIAL_PREFIXES.get(prefix, "") + key[len(prefix) :]] = value
-    return renamed
+    """The state dict of the official release under our names; unknown keys are kept, for a strict load to report."""
+    return rename_prefixes(state_dict, OFFICIAL_PREFIXES)
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "vim_tiny_patch16_224.untrained": default_cfg(224),
-        "vim_small_patch16_224.untrained": default_cfg(224),
-        "vim_base_patch16_224.untrained": default_cfg(224),
-        "vim_nano_patch16_144.untrained": default_cfg(144),
-    }
-)
+default_cfgs = untrained_cfgs("vim")
 
 
 @register_model
@@ -259,5 +252,5 @@ def vim_base_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
 
 @register_model
 def vim_nano_patch16_144(pretrained: bool = False, **kwargs) -> Vim:
-    """A small Vim for tests and for the embedded data sets: D 64, 4 blocks, 9x9 tokens and the class token."""
+    """A small Vim for tests and the embedded data sets: D 64, 4 blocks, 9x9 tokens and the class token."""
     return create(Vim, "vim_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, **kwargs})

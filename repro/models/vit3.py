@@ -1,8 +1,8 @@
-"""ViT3, vision test-time training in a DeiT shell: ViT3-T/S/B and a nano for tests and for the embedded data sets.
+"""ViT3, vision test-time training in the shell of DeiT: ViT3-T/S/B, and a nano for tests and the embedded data sets.
 
-Every block learns two small models on its own tokens, one step of full-batch gradient descent for every image, and reads them
-out: a gated linear unit for each head, and one depth-wise 3x3 convolution on the grid beside the heads. There is no position
-embedding and no class token. `import repro.models` registers the models with timm.
+Every block learns two small models on its own tokens, by one step of full-batch gradient descent per image, and reads them out: a
+gated linear unit for each head, and beside the heads one depth-wise 3x3 convolution on the grid. There is no position embedding
+and no class token. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width, d head dimension; image-like tensors are (1, B·d, h, w), a group per channel.
 """
@@ -14,30 +14,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import generate_default_cfgs, register_model
+from timm.models import register_model
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from .backbone import Backbone, Grid, create, default_cfg
+from .backbone import Backbone, Grid, create, untrained_cfgs
 
 EPS = 1e-6
-INNER_SCALE = 1 / 3  # of both inner losses, whatever the head dimension
+INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
 
 
 class InnerTraining(nn.Module):
-    """The TTT block: Linear, one inner step for each image, read-out, Linear.
+    """The TTT block: Linear, one inner step per image, read-out, Linear.
 
     With keys k, values v and queries q of one head, the inner loss and the step on each fast weight w are
 
         L = −(s/N) Σ_n ⟨F(k_n), v_n⟩,    g = ∂L/∂w,    w' = w − g / (‖g‖ + 1),    s = 1/3,
 
-    and the output is F(q) under w'. The heads learn F(x) = (x w1) · SiLU(x w2), with ‖g‖ over the input axis, for every output
-    column; the convolution learns F = w3 (zero-padded), with ‖g‖ over the 3x3 window of a channel. The gradients are closed
-    forms through which autograd runs, so that the outer gradient is that of the whole step.
+    and the output is F(q) under w'. The heads learn F(x) = (x w1) · SiLU(x w2), with one ‖g‖ per output column, over the input
+    axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its 3x3 window. The gradients are closed forms
+    that autograd differentiates, so the outer gradient is that of the whole step.
 
     Args:
         dim: width C.
-        num_heads: heads of the gated linear unit; C must be a multiple of it. The convolution has the width of one head.
+        num_heads: heads of the gated linear unit; C must be a multiple of it. The convolution is as wide as one head.
     """
 
     def __init__(self, dim: int, num_heads: int):
@@ -46,7 +46,7 @@ class InnerTraining(nn.Module):
             raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim = num_heads, dim // num_heads
         d = self.head_dim
-        self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then of the convolution
+        self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then those of the convolution
         self.qkv = nn.Linear(dim, sum(self.split_sizes))
         self.w1 = nn.Parameter(torch.empty(1, num_heads, d, d))
         self.w2 = nn.Parameter(torch.empty(1, num_heads, d, d))
@@ -63,11 +63,11 @@ class InnerTraining(nn.Module):
             grid: (h, w) with h·w = N.
 
         Returns:
-            (B, N, C) in the dtype of `x_BNC` (of the autocast mode, where one is on), to be added to the residual stream.
+            (B, N, C) in the dtype of `x_BNC` (under autocast in that of the mode), to be added to the residual stream.
         """
         projected = self.qkv(x_BNC)
-        # fp32 under autocast too: g is small. At initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in fp16,
-        # and one of eight elements of w does not move at all in bf16
+        # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in
+        # fp16, and in bf16 one of eight elements of w does not move at all
         with _full_precision(x_BNC.device.type):
             heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(self.split_sizes, dim=-1)
             out = torch.cat((self._learn_glu(heads), self._learn_conv(conv, grid)), dim=-1)
@@ -76,7 +76,7 @@ class InnerTraining(nn.Module):
     def _learn_glu(self, qkv: Tensor) -> Tensor:
         """(B, N, 3C) -> (B, N, C)."""
         B, N, _ = qkv.shape
-        # one copy into the layout of batched products, for all three
+        # one copy for all three, into the layout of batched products
         q, k, v = qkv.view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).contiguous()
         w1, w2 = self.w1.to(k.dtype), self.w2.to(k.dtype)
         z1, z2 = k @ w1, k @ w2
@@ -89,7 +89,7 @@ class InnerTraining(nn.Module):
         return ((q @ w1) * F.silu(q @ w2)).transpose(1, 2).reshape(B, N, -1)
 
     def _learn_conv(self, qkv: Tensor, grid: Grid) -> Tensor:
-        """(B, N, 3d) -> (B, N, d). Images and channels are groups, so that each has its own window, in one convolution for all."""
+        """(B, N, 3d) -> (B, N, d), as one convolution whose groups are the images and channels, each with its own window."""
         B, N, _ = qkv.shape
         d = self.head_dim
         q, k, v = qkv.view(B, N, 3, d).permute(2, 0, 3, 1).reshape(3, 1, B * d, *grid)
@@ -100,11 +100,11 @@ class InnerTraining(nn.Module):
 
 
 class ViT3Block(nn.Module):
-    """Tokens + depth-wise convolution, then the TTT block and an MLP, each on a LayerNorm and with a residual.
+    """Tokens + depth-wise convolution, then the TTT block and an MLP, each after a LayerNorm and with a residual.
 
     Args:
         dim, num_heads: see `InnerTraining`.
-        drop_path: stochastic depth of the last two branches.
+        drop_path: rate of stochastic depth in the last two branches.
     """
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
@@ -125,18 +125,13 @@ class ViT3Block(nn.Module):
 
 
 class ViT3(Backbone):
-    """ViT3 in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+    """ViT3 in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        img_size: image height and width of the training; nothing in the model depends on it, and images of any size are taken.
-        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
-        in_chans: channels of the image.
-        num_classes: outputs of the head; 0 leaves it out.
-        embed_dim: width C.
-        depth: blocks.
+        img_size: image height and width of the training; no parameter depends on it.
+        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
         num_heads: heads of the inner gated linear unit.
-        drop_rate: dropout in front of the head.
-        drop_path_rate: stochastic depth, linear from 0 to this over the blocks.
+        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0.
 
     Raises:
         ValueError: sizes that do not fit.
@@ -162,14 +157,14 @@ class ViT3(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 and zero bias, convolutions PyTorch's default; TTT blocks start their own fast weights."""
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast weights."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, N, C) and their (h, w) grid; the blocks' convolutions tell positions.
+        """Image (B, C, H, W) -> patch tokens (B, N, C) and their (h, w) grid; the convolutions of the blocks encode positions.
 
         Raises:
             ValueError: H or W is not a multiple of the patch size.
@@ -180,25 +175,51 @@ class ViT3(Backbone):
         """Normalised tokens (B, N, C) -> their mean (B, C)."""
         return tokens.mean(dim=1)
 
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        C, L, d = self.embed_dim, self.depth, self.embed_dim // self.num_heads
+        qkv, proj = 3 * C + 3 * d, C + d  # outputs of the first linear layer, inputs of the second
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + C,
+            "cpe": L * (9 * C + C),
+            "layer_norms": L * 4 * C + 2 * C,
+            "projections": L * ((C + 1) * qkv + (proj + 1) * C),
+            "inner_start": L * (2 * C * d + 9 * d),
+            "mlp": L * (8 * C * C + 5 * C),
+            "head": self.num_classes * (C + 1),
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels.
+
+        The inner step has 6·N·C·d in the heads (K, its transpose and Q, each with two d x d matrices) and 2·9·N·d in the
+        convolution (the gradient of its window, and its output); the damping is element-wise and free.
+        """
+        C, L, d = self.embed_dim, self.depth, self.embed_dim // self.num_heads
+        h, w = self.grid_of(*image_size)
+        N = h * w
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "cpe": L * N * 9 * C,
+            "projections": L * N * C * (3 * C + 3 * d + C + d),
+            "inner_glu": L * 6 * N * C * d,
+            "inner_conv": L * 2 * 9 * N * d,
+            "mlp": L * N * 8 * C * C,
+            "head": C * self.num_classes,
+        }
+
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Nothing by name: the fast weights' start decays as other matrices do, biases and norms are exempt by timm's own rule."""
+        """Nothing by name: initial fast weights decay as other matrices do; biases and norms are exempt by timm's own rule."""
         return set()
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's names -> ours; only the patch convolution has another."""
+    """The state dict of the official release under our names; they differ only for the patch convolution."""
     return {key.replace("patch_embed.proj.", "patch_embed."): value for key, value in state_dict.items()}
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "vit3_tiny_patch16_224.untrained": default_cfg(224),
-        "vit3_small_patch16_224.untrained": default_cfg(224),
-        "vit3_base_patch16_224.untrained": default_cfg(224),
-        "vit3_nano_patch16_144.untrained": default_cfg(144),
-    }
-)
+default_cfgs = untrained_cfgs("vit3")
 
 
 @register_model
@@ -221,17 +242,17 @@ def vit3_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
 
 @register_model
 def vit3_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> ViT3:
-    """A small ViT3 for tests and for the embedded data sets: C 64, 4 blocks, 2 heads of ViT3-T's width, 9x9 tokens."""
+    """A small ViT3 for tests and the embedded data sets: C 64, 4 blocks, 2 heads as wide as those of ViT3-T, 9x9 tokens."""
     nano = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2}
     return create(ViT3, "vit3_nano_patch16_144", pretrained, **nano | kwargs)
 
 
 def _full_precision(device_type: str) -> contextlib.AbstractContextManager:
-    """Autocast switched off, on devices that know it; shapes alone (meta) do not."""
-    known = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
+    """A context without autocast; nothing to do on devices that do not support autocast, such as meta."""
+    supported = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if supported else contextlib.nullcontext()
 
 
 def _descend(w: Tensor, g: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """w − g / (‖g‖ + 1), the norm over `dim`."""
+    """w − g / (‖g‖ + 1), with the norm over `dim`."""
     return w - g / (torch.linalg.vector_norm(g, dim=dim, keepdim=True) + 1)

@@ -1,18 +1,18 @@
-"""Vittt, the backbone of Vision-TTT (sections 4.2 and 4.3): Vittt-T/S/B and a nano for tests and for the embedded data sets.
+"""Vittt, the backbone of Vision-TTT (sections 4.2 and 4.3): Vittt-T/S/B, and a nano for tests and the embedded data sets.
 
-One class holds the whole family: the six snapshots of the design route (Table 3), the class strategies (Table 4), the chunk
-size (Fig. 7a) and the initial states (Fig. 7b) are its arguments. `import repro.models` registers the models with timm.
+One class is the whole family: its arguments select among the six snapshots of the design route (Table 3), the class strategies
+(Table 4), the chunk sizes (Fig. 7a) and the initial states (Fig. 7b). `import repro.models` registers the models with timm.
 """
 
 from typing import Literal
 
 import torch
 from timm.layers import DropPath, SwiGLU, calculate_drop_path_rates, resample_abs_pos_embed
-from timm.models import generate_default_cfgs, register_model
+from timm.models import register_model
 from torch import Tensor, nn
 
-from .backbone import Backbone, Grid, create, default_cfg, insert_tokens, remove_tokens
-from .ttt_mixer import DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, design_has
+from .backbone import Backbone, Grid, create, insert_tokens, remove_tokens, untrained_cfgs
+from .ttt_mixer import CONV_KERNEL, DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, design_has, ttt_linear_macs
 
 Pool = Literal["mean", "max", "head", "mid", "double"]
 POOLS: tuple[Pool, ...] = ("mean", "max", "head", "mid", "double")  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
@@ -20,12 +20,12 @@ EPS = 1e-6
 
 
 class VitttBlock(nn.Module):
-    """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each on a LayerNorm and with a residual.
+    """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each after a LayerNorm and with a residual.
 
     Args:
         dim, num_heads, num_tokens, design, chunk_size, w0: see `Vittt` and `TTTMixer`.
-        pool: class strategy, which says where class tokens sit; they skip the convolution.
-        drop_path: stochastic depth of both residual branches.
+        pool: class strategy, which decides where class tokens are; they skip the convolution.
+        drop_path: rate of stochastic depth in both residual branches.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class VitttBlock(nn.Module):
     ):
         super().__init__()
         self.pool = pool
-        # bias-free: only that fits the paper's 0.02/0.04/0.08 M parameters
+        # without a bias, since only that agrees with the paper's 0.02/0.04/0.08 M parameters
         self.dwconv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False) if design_has(design, "conv2d") else None
         self.norm1 = nn.LayerNorm(dim, eps=EPS)
         self.mixer = TTTMixer(dim, num_heads, num_tokens, design=design, chunk_size=chunk_size, w0=w0, eps=EPS)
@@ -42,7 +42,7 @@ class VitttBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, T, D) on an (h, w) grid, row-major, class tokens where `class_positions` puts them -> (B, T, D)."""
+        """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
         if self.dwconv is not None:
             tokens = tokens + self._convolve(tokens, grid)
         tokens = tokens + self.drop_path(self.mixer(self.norm1(tokens)))
@@ -57,22 +57,17 @@ class VitttBlock(nn.Module):
 
 
 class Vittt(Backbone):
-    """Vision-TTT backbone in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+    """The backbone of Vision-TTT in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        img_size: image height and width that the position embedding is made for; others are interpolated per forward.
-        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
-        in_chans: channels of the image.
-        num_classes: outputs of the head; 0 leaves it out.
-        embed_dim: width D.
-        depth: blocks.
-        num_heads: heads of the inner learner.
+        img_size: image height and width of the position embedding; it is resampled for other sizes.
+        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
+        num_heads: heads H of the inner learner.
         design: snapshot of the design route (Table 3); `conv2d` is Vittt.
         pool: class strategy (Table 4).
         chunk_size: tokens per inner gradient step, the paper's b (Fig. 7a); 0 takes the whole sequence as one chunk.
         w0: initial states of the inner learner (Fig. 7b).
-        drop_rate: dropout in front of the head.
-        drop_path_rate: stochastic depth, linear from 0 to this over the blocks.
+        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0.
 
     Raises:
         ValueError: an unknown design, pool or w0, or sizes that do not fit.
@@ -125,7 +120,7 @@ class Vittt(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 and zero bias, embeddings trunc_normal 0.02, convolutions PyTorch's default; mixers do their own."""
+        """Linear layers and embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers initialise themselves."""
         mixer_modules = {module for block in self.blocks for module in block.mixer.modules()}
         for module in self.modules():
             if isinstance(module, nn.Linear) and module not in mixer_modules:
@@ -158,26 +153,73 @@ class Vittt(Backbone):
         num_patches = tokens.shape[1] - self.cls_token.shape[1]
         return tokens[:, list(self.prefix_positions(num_patches))].mean(dim=1)
 
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
+        hidden, built_for = int(8 * D / 3), self.grid_size[0] * self.grid_size[1]
+        class_tokens = len(self.prefix_positions(built_for))
+        states = {"per_direction": R, "shared": 1, "frozen": 0}[self.w0]  # a frozen W0 is a buffer, not a parameter
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + D,
+            "pos_embed": (built_for + class_tokens) * D,
+            "class_tokens": class_tokens * D,
+            "layer_norms": L * 4 * D + 2 * D,
+            "projections": L * self.num_projections * D * D,
+            "conv1d": L * R * 2 * (CONV_KERNEL * D + D) * design_has(self.design, "conv1d"),
+            "dwconv": L * 9 * D * design_has(self.design, "conv2d"),
+            "learning_rate": L * (D * H + H),
+            "inner_state": L * states * H * (D // H) ** 2,
+            "inner_bias_and_norm": L * R * 3 * D,
+            "token_scale": L * R * (self.chunk_size or built_for + class_tokens),
+            "post_norm": L * 2 * D,
+            "swiglu": L * (3 * D * hidden + 2 * hidden + D),
+            "head": self.num_classes * (D + 1),
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels.
+
+        Per token and layer: n·D² for the n projections, 3·D·hidden for SwiGLU, (3d + 2b)·D for the inner learner and 8·D for
+        Conv1d in each direction, 9·D for DWConv and D·H for the learning rate, with d = D/H and chunks of b tokens. The paper's
+        Eq. 14, 6TD² + 6TDd + 4bTD, is the projections and the inner learner of two directions.
+        """
+        D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
+        h, w = self.grid_of(*image_size)
+        N, T = h * w, h * w + len(self.prefix_positions(h * w))
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "projections": L * T * self.num_projections * D * D,
+            "conv1d": L * T * R * 2 * CONV_KERNEL * D * design_has(self.design, "conv1d"),
+            "dwconv": L * N * 9 * D * design_has(self.design, "conv2d"),
+            "learning_rate": L * T * D * H,
+            "inner_learner": L * R * ttt_linear_macs(T, H, D // H, self.chunk_size),
+            "swiglu": L * T * 3 * D * int(8 * D / 3),
+            "head": D * self.num_classes,
+        }
+
+    @property
+    def directions(self) -> int:
+        """Directions of the scan, 1 or 2."""
+        return 2 if design_has(self.design, "dual") else 1
+
+    @property
+    def num_projections(self) -> int:
+        """D x D projections of a mixer: k, v and, before it is shared with k, q in each direction; the gate and the output once."""
+        return self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
+
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, class tokens and the inner learner's norm, bias and token scale; W0 and the projections decay."""
+        """Embeddings, class tokens, and the inner learner's norm, bias and token scale; W0 and the projections decay."""
         exempt = ("pos_embed", "cls_token", "cls_pos_embed", "mixer.ln_weight", "mixer.ln_bias", "mixer.b0", "mixer.token_scale")
         return {name for name, _ in self.named_parameters() if name.endswith(exempt)}
 
 
 def class_positions(pool: Pool, num_patches: int) -> tuple[int, ...]:
-    """Where the class tokens of a strategy sit in the token sequence, ascending."""
+    """The positions of a strategy's class tokens in the token sequence, ascending."""
     return {"head": (0,), "mid": (num_patches // 2,), "double": (0, num_patches + 1)}.get(pool, ())
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "vittt_tiny_patch16_224.untrained": default_cfg(224),
-        "vittt_small_patch16_224.untrained": default_cfg(224),
-        "vittt_base_patch16_224.untrained": default_cfg(224),
-        "vittt_nano_patch16_144.untrained": default_cfg(144),
-    }
-)
+default_cfgs = untrained_cfgs("vittt")
 
 
 @register_model
@@ -200,5 +242,5 @@ def vittt_base_patch16_224(pretrained: bool = False, **kwargs) -> Vittt:
 
 @register_model
 def vittt_nano_patch16_144(pretrained: bool = False, **kwargs) -> Vittt:
-    """A small Vittt for tests and for the embedded data sets: D 64, 4 blocks, one head, 9x9 tokens (a ragged last chunk)."""
+    """A small Vittt for tests and the embedded data sets: D 64, 4 blocks, one head, 9x9 tokens (the last chunk is shorter)."""
     return create(Vittt, "vittt_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 1, **kwargs})

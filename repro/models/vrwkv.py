@@ -1,8 +1,8 @@
-"""Vision-RWKV: VRWKV-T/S/B and a nano for tests and for the embedded data sets.
+"""Vision-RWKV: VRWKV-T/S/B, and a nano for tests and the embedded data sets.
 
-`import repro.models` registers the models with timm. Parameters are called as in the official release but for three outer names,
-which are those of all families here: see `official_state_dict`. Official weights were trained with the release's CUDA kernel, which
-is not quite the paper's equation that runs here: see `kernels.bi_wkv.reference`.
+`import repro.models` registers the models with timm. Parameters have the names of the official release, except for three outer ones
+that all families here share; see `official_state_dict`. Official weights were trained with the CUDA kernel of the release, which
+departs slightly from the paper's equation that runs here; see `kernels.bi_wkv.reference`.
 
 Shape letters: B images, T tokens on an (h, w) grid, C channels.
 """
@@ -15,21 +15,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates, resample_abs_pos_embed
-from timm.models import generate_default_cfgs, register_model
+from timm.models import register_model
 from torch import Tensor, nn
 
 from kernels.bi_wkv import bi_wkv, selected_backend
 
-from .backbone import Backbone, Grid, create, default_cfg
+from .backbone import Backbone, Grid, create, rename_prefixes, untrained_cfgs
 
 EPS = 1e-5
-SHIFT_PARTS = 4  # quarters of the channels that Q-Shift takes from the left, right, upper and lower neighbour
+PAPER_WKV_MACS = 29  # of Bi-WKV per token and channel, in the authors' own count
+SHIFT_PARTS = 4  # Q-Shift takes a quarter of the channels each from the left, right, upper and lower neighbour
 
 
 def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
-    """(B,T,C) on an (h, w) grid: a quarter of the channels from each neighbour, in the order left, right, upper, lower.
+    """(B,T,C) on an (h, w) grid -> (B,T,C): a quarter of the channels from each neighbour, in the order left, right, upper, lower.
 
-    Quarter j is channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋; beyond the border is zero.
+    Quarter j is the channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋. Outside the grid are zeros.
     """
     h, w = grid
     x = tokens.unflatten(1, grid)
@@ -42,11 +43,11 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), with r, k, v each a projection of its own mixture of tokens and their Q-Shift.
+    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project their own mixture of the tokens and their Q-Shift.
 
     Args:
         dim: C.
-        layer, depth: position of the block and number of blocks, which the initial values depend on; see `init_weights`.
+        layer, depth: index of the block and number of blocks, for the initial values; see `init_weights`.
     """
 
     def __init__(self, dim: int, layer: int, depth: int):
@@ -57,8 +58,10 @@ class SpatialMix(nn.Module):
         self.key, self.value, self.receptance, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def init_weights(self) -> None:
-        """The release's "fancy" values of layer l of L, channel i of C: decay −5 + 8 (i/(C−1))^(0.7 + 1.3 l/(L−1)), bonus
-        ln 0.3 + ½(((i+1) mod 3) − 1), and with p = 1 − l/L mixtures (i/C)^p of k, (i/C)^p + 0.3 l/(L−1) of v, (i/C)^(p/2) of r.
+        """The "fancy" values of the release, for layer l of L and channel i of C.
+
+        The decay is −5 + 8 (i/(C−1))^(0.7 + 1.3 l/(L−1)), the bonus ln 0.3 + ½(((i+1) mod 3) − 1). With p = 1 − l/L, the mixtures
+        are (i/C)^p for k, (i/C)^p + 0.3 l/(L−1) for v, and (i/C)^(p/2) for r.
         """
         dim = len(self.spatial_decay)
         i = torch.arange(dim, dtype=torch.float64)
@@ -76,7 +79,7 @@ class SpatialMix(nn.Module):
         return selected_backend(self.backend, self.spatial_decay.device, dtype=dtype)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B,T,C) -> (B,T,C). Decay and bonus are divided by the number of tokens at hand."""
+        """(B,T,C) -> (B,T,C). Decay and bonus are divided by the number T of tokens of this image."""
         shifted = q_shift(x, grid)
         k = self.key(shifted.lerp(x, self.spatial_mix_k))
         v = self.value(shifted.lerp(x, self.spatial_mix_v))
@@ -86,7 +89,7 @@ class SpatialMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """σ(W_r mix_r(x)) ⊙ W_v relu(W_k mix_k(x))², W_k four times as wide as C; arguments as `SpatialMix`."""
+    """σ(W_r mix_r(x)) ⊙ W_v relu(W_k mix_k(x))², where W_k has 4·C outputs; the arguments are those of `SpatialMix`."""
 
     def __init__(self, dim: int, layer: int, depth: int):
         super().__init__()
@@ -96,7 +99,7 @@ class ChannelMix(nn.Module):
         self.receptance = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self) -> None:
-        """Both mixtures (i/C)^(1 − l/L)."""
+        """Both mixtures are (i/C)^(1 − l/L)."""
         dim = self.spatial_mix_k.shape[-1]
         mix = (torch.arange(dim, dtype=torch.float64) / dim) ** (1 - self.layer / self.depth)
         with torch.no_grad():
@@ -114,10 +117,10 @@ class VRWKVBlock(nn.Module):
     """x + att(ln1 x), then x + ffn(ln2 x); with `post_norm` x + γ1 ln1(att(x)), then x + γ2 ln2(ffn(x)).
 
     Args:
-        dim, layer, depth: see `SpatialMix`. Block 0 first normalises the tokens once more, by ln0.
-        post_norm: norm behind the mixers, and a layer scale.
+        dim, layer, depth: see `SpatialMix`. Block 0 begins with an additional norm, ln0.
+        post_norm: norms after the mixers, and a layer scale.
         gamma: initial value of the layer scale.
-        drop_path: stochastic depth of both residual branches.
+        drop_path: rate of stochastic depth in both residual branches.
     """
 
     def __init__(self, dim: int, layer: int, depth: int, *, post_norm: bool, gamma: float, drop_path: float):
@@ -143,19 +146,15 @@ class VRWKVBlock(nn.Module):
 
 
 class VRWKV(Backbone):
-    """Vision-RWKV in timm's conventions, under the PlainBackbone protocol of `repro.models.registry`.
+    """Vision-RWKV in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        img_size: image height and width that the position embedding is made for; others are interpolated per forward.
-        patch_size: side of a patch in pixels; H and W of every image must be multiples of it.
-        in_chans: channels of the image.
-        num_classes: outputs of the head; 0 leaves it out.
-        embed_dim: width C.
-        depth: blocks.
-        post_norm: norm behind the mixers and a layer scale (S, B), not in front (T); see `VRWKVBlock`.
+        img_size: image height and width of the position embedding; it is resampled for other sizes.
+        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
+        post_norm: norms after the mixers and a layer scale (S, B) instead of norms before them (T); see `VRWKVBlock`.
         gamma: initial value of the layer scale: 1 for S, 1e-5 for B.
-        drop_rate: dropout in front of the head.
-        drop_path_rate: stochastic depth, linear from 0 to this over the blocks. The release trains T, S, B with 0, 0.3, 0.5.
+        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0. The release trains T, S
+            and B with 0, 0.3 and 0.5.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class VRWKV(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 and zero bias, positions zero, the patch convolution PyTorch's default; mixers do their own."""
+        """Linear trunc_normal 0.02, biases and positions 0, the patch convolution by PyTorch's default; mixers initialise themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -205,34 +204,26 @@ class VRWKV(Backbone):
         return tokens + resample_abs_pos_embed(self.pos_embed, list(grid), old, num_prefix_tokens=0, antialias=False), grid
 
     def class_feature(self, tokens: Tensor) -> Tensor:
-        """The mean over the tokens (B, T, D) -> (B, D)."""
+        """Normalised tokens (B, T, D) -> their mean (B, D)."""
         return tokens.mean(dim=1)
+
+    def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
+        """The operator whose multiply-adds the papers count otherwise than we do, and their count for one image."""
+        return "vision_ttt.bi_wkv", {"bi_wkv": self.depth * PAPER_WKV_MACS * grid[0] * grid[1] * self.embed_dim}
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Norms and biases; decay, bonus, mixtures, layer scale and positions are decayed, as the release does."""
+        """Norms and biases; decay, bonus, mixtures, layer scale and positions do decay, as in the release."""
         norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
         return {name for name, _ in self.named_parameters() if name.endswith(".bias") or name.startswith(tuple(norms))}
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's names -> ours: its `layers`, `patch_embed.projection` and last `ln1` have others."""
-    ours = {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."}
-    found = {}
-    for key, value in state_dict.items():
-        theirs = next((start for start in ours if key.startswith(start)), "")
-        found[ours.get(theirs, "") + key.removeprefix(theirs)] = value
-    return found
+    """The state dict of the official release under our names; `layers`, `patch_embed.projection` and the last `ln1` differ."""
+    return rename_prefixes(state_dict, {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."})
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "vrwkv_tiny_patch16_224.untrained": default_cfg(224),
-        "vrwkv_small_patch16_224.untrained": default_cfg(224),
-        "vrwkv_base_patch16_224.untrained": default_cfg(224),
-        "vrwkv_nano_patch16_144.untrained": default_cfg(144),
-    }
-)
+default_cfgs = untrained_cfgs("vrwkv")
 
 
 @register_model
@@ -243,17 +234,17 @@ def vrwkv_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
 
 @register_model
 def vrwkv_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """VRWKV-S: C 384, norms behind the mixers, layer scale from 1, 23,820,136 parameters."""
+    """VRWKV-S: C 384, norms after the mixers, layer scale from 1, 23,820,136 parameters."""
     return create(VRWKV, "vrwkv_small_patch16_224", pretrained, **{"embed_dim": 384, "post_norm": True, **kwargs})
 
 
 @register_model
 def vrwkv_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """VRWKV-B: C 768, norms behind the mixers, layer scale from 1e-5, 93,645,544 parameters."""
+    """VRWKV-B: C 768, norms after the mixers, layer scale from 1e-5, 93,645,544 parameters."""
     return create(VRWKV, "vrwkv_base_patch16_224", pretrained, **{"embed_dim": 768, "post_norm": True, "gamma": 1e-5, **kwargs})
 
 
 @register_model
 def vrwkv_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """A small VRWKV-T for tests and for the embedded data sets: C 64, 4 blocks, 9x9 tokens."""
+    """A small VRWKV-T for tests and the embedded data sets: C 64, 4 blocks, 9x9 tokens."""
     return create(VRWKV, "vrwkv_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, **kwargs})

@@ -1,7 +1,8 @@
-"""Weights on disk, loaded strictly: this project's own files, and those that the authors of a family publish.
+"""Weights on disk: this project's own files, and those that the authors of a family publish. All of them are loaded strictly.
 
-Our own are safetensors with the architecture and the preprocessing inside. Official ones are checkpoints of PyTorch (or bare
-safetensors) that say neither; the family's module translates their names by its `official_state_dict`.
+Our own files are safetensors with the architecture and the preprocessing in their metadata. Official files are checkpoints of
+PyTorch, or safetensors without such metadata; they name neither, and the function `official_state_dict` of the family's module
+translates their keys. `checkpoints.open_weights` opens any of them.
 """
 
 import argparse
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 from ..core.errors import UserError
 from ..core.record import atomic
 from .backbone import insert_tokens, remove_tokens
-from .registry import build_model
+from .registry import family_module
 
-_KEY = "vision_ttt_repro"  # the one metadata key; several would be written in an order that changes from run to run
-# run settings that training code saves beside the weights, read as data: argparse's, and yacs' CfgNode (Swin's, and ViT3's)
+State = Mapping[str, Tensor]
+
+METADATA_KEY = "vision_ttt_repro"  # the only metadata key: safetensors would write several in an order that varies from run to run
+# settings that training code saves beside the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin and ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
@@ -40,38 +43,39 @@ def save_weights(
     classes: list[str],
     task: dict[str, Any] | None = None,
 ) -> None:
-    """Write a model's state atomically, with what is needed to build and use it.
+    """Write a model's state atomically, with everything that is needed to build and use the model.
 
     Args:
         path: the .safetensors file.
-        model: any model of the registry.
+        model: any registered model.
         name: its registered name.
-        options: keyword arguments that `timm.create_model` was given beside the name (JSON values).
-        preprocessing: evaluation transform: input_size, interpolation, crop_pct, mean, std (as timm names them).
-        classes: class names, by output index.
-        task: of a dense model, whose backbone has that name: its `name` and the params of which the rest is built; None for a classifier.
+        options: the keyword arguments besides the name that built it (JSON values).
+        preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
+        classes: class names in the order of the outputs.
+        task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest; None for a classifier.
     """
     metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | ({"task": task} if task else {})
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     with atomic(path) as temporary:
-        save_file(state, temporary, metadata={_KEY: json.dumps(metadata, sort_keys=True)})
+        save_file(state, temporary, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What `save_weights` put beside the tensors: model, options, preprocessing, classes, and of a dense model its task.
+    """The metadata that `save_weights` wrote: model, options, preprocessing, classes, and for a dense model its task.
 
     Raises:
-        UserError: no such file, not a readable safetensors file (for instance cut short), or not written by this project.
+        UserError: a file that does not exist, cannot be read as safetensors (for instance because it was cut short), or was not
+            written by this project.
     """
     with _open(path) as stream:
         metadata = stream.metadata() or {}
-    if _KEY not in metadata:
-        raise UserError(f"{path}: a safetensors file without this project's metadata; it cannot say which model it belongs to")
-    return json.loads(metadata[_KEY])
+    if METADATA_KEY not in metadata:
+        raise UserError(f"{path}: this safetensors file has none of this project's metadata, so its model is unknown")
+    return json.loads(metadata[METADATA_KEY])
 
 
-def is_official(path: Path) -> bool:
-    """Whether a file is one of another project: any but a .safetensors file with this project's metadata.
+def is_foreign(path: Path) -> bool:
+    """Whether a file comes from another project: true for everything except a .safetensors file with this project's metadata.
 
     Raises:
         UserError: no such file, or a .safetensors file that cannot be read.
@@ -79,117 +83,88 @@ def is_official(path: Path) -> bool:
     if path.suffix != ".safetensors" and path.is_file():
         return True
     with _open(path) as stream:
-        return _KEY not in (stream.metadata() or {})
+        return METADATA_KEY not in (stream.metadata() or {})
 
 
-def load_weights(path: Path, model: nn.Module, *, name: str) -> dict[str, Any]:
-    """Load weights into a model, strictly: every key used, none missing, every shape equal.
-
-    Args:
-        path: file written by `save_weights`.
-        model: the model to fill.
-        name: the registered name that the weights must belong to.
-
-    Returns:
-        The file's metadata.
-
-    Raises:
-        UserError: an unreadable file, weights of another model, or of the same model with other options.
-    """
-    metadata = read_metadata(path)
-    if metadata["model"] != name:
-        raise UserError(f"{path}: holds weights of {metadata['model']}, not of {name}")
-    state = _read_safetensors(path)
-    problems = _misfits(model, state)
-    if problems:
-        raise UserError(f"{path}: does not fit {name} as built: {problems}; its options were {metadata['options']}")
-    model.load_state_dict(state)
-    return metadata
-
-
-def build_from_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The classifier that a weights file describes, filled with it and in eval mode, and the file's metadata.
-
-    Raises:
-        UserError: as `load_weights`, and a file of a dense model.
-    """
-    metadata = read_metadata(path)
-    if "task" in metadata:
-        raise UserError(f"{path}: holds a model that can {metadata['task']['name']}, no classifier; `repro predict` uses it")
-    model = build_model(metadata["model"], **metadata["options"])
-    load_weights(path, model, name=metadata["model"])
-    return model.eval(), metadata
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file; raises the errors of `read_metadata` for unreadable files."""
+    with _open(path) as stream:
+        return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
 
 
 def read_official(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file that a family's authors publish, under the names of their model.
+    """The state dict in an official file, under the names of its authors' model.
 
-    A checkpoint's `model` or `state_dict` is taken out and what lies beside it (optimiser, arguments) is not used. DataParallel's
-    `module.` and mmcls' `backbone.` are cut off the names, and mmcls' `head.fc.` becomes `head.`.
+    The file may hold the state dict itself, or hold it as `model` or `state_dict` beside an optimiser or settings, which are
+    ignored. The prefixes `module.` (DataParallel) and `backbone.` (mmcls) are removed, and mmcls' `head.fc.` becomes `head.`.
 
     Raises:
-        UserError: no such file, an unreadable one, one that holds other objects than data, or no state dict.
+        UserError: a file that does not exist, cannot be read, holds Python objects other than data, or holds no state dict.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such weights file")
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
+    content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in ("model", "state_dict") if isinstance(content.get(key), Mapping)), content)
     if not isinstance(content, Mapping) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path}: holds no state dict, neither itself nor as `model` or `state_dict`")
+        raise UserError(f"{path}: holds no state dict, neither at its top level nor as `model` or `state_dict`")
     state = {name.removeprefix("module."): value for name, value in content.items()}
     if any(name.startswith("backbone.") for name in state):
         state = {re.sub(r"^head\.fc\.", "head.", name.removeprefix("backbone.")): value for name, value in state.items()}
     if len(state) < len(content):
-        raise UserError(f"{path}: holds two models' weights under names that differ by a prefix")
+        raise UserError(f"{path}: holds the weights of two models, under names that differ only by a prefix")
     return state
 
 
-def load_official(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Fill a model with weights of its official release, strictly: every key used, none missing, every shape equal.
+def translate_official(state: State, *modules: str) -> dict[str, Tensor]:
+    """A state dict under its official names -> the same under ours, by the first of the modules with an `official_state_dict`.
 
-    One exception is asked for by building the model at another `img_size` than its family's default: then a position embedding
-    of the default's length is resampled to the model's grid (bicubic; class tokens keep theirs). At the default size it is not,
-    so that weights of another patch stride are an error.
+    Raises:
+        UserError: no module has one.
+    """
+    translate = next((found for name in modules if (found := getattr(sys.modules[name], "official_state_dict", None))), None)
+    if translate is None:
+        raise UserError("no official weights are known for this family")
+    return translate(state)
+
+
+def load_official(model: nn.Module, state_dict: State) -> None:
+    """Fill a model with the weights of its official release, strictly: every key is used, none is missing, every shape is equal.
+
+    In a model that was built at another `img_size` than its family's default, the position embedding is resampled from the default
+    size; see `adapt_to_size`.
 
     Args:
         model: of a family whose module has an `official_state_dict`.
-        state_dict: tensors by their official names, as `read_official` gives them.
+        state_dict: tensors by their official names, as `read_official` returns them.
 
     Raises:
-        UserError: a family without official weights, or weights that do not fit; the model is then as it was.
+        UserError: a family without official weights, or weights that do not fit; the model is then unchanged.
     """
-    family = type(model).__name__
-    translate = getattr(sys.modules[type(model).__module__], "official_state_dict", None)
-    if translate is None:
-        raise UserError(f"{family}: no official weights are known for this family")
-    state = _resample_positions(model, translate(state_dict))
-    problems = _misfits(model, state)
+    family, default = type(model).__name__, getattr(model, "pretrained_cfg", {}).get("input_size")
+    registered = [family_module(model.built_from[0])] if hasattr(model, "built_from") else []
+    try:
+        state = translate_official(state_dict, type(model).__module__, *registered)
+    except UserError as error:
+        raise UserError(f"{family}: {error}") from None
+    state = adapt_to_size(model, state, default[-2:]) if default else state
+    load_state(model, state, f"official weights do not fit {family} as built")
+
+
+def load_state(model: nn.Module, state: State, error: str) -> None:
+    """Fill a model strictly: every key is used, none is missing, and every shape is equal.
+
+    Raises:
+        UserError: beginning with `error`, the first three differences; the model is then unchanged.
+    """
+    problems = describe_misfits(model.state_dict(), state)
     if problems:
-        raise UserError(f"official weights do not fit {family} as built: {problems}")
+        raise UserError(f"{error}: {problems}")
     model.load_state_dict(state)
 
 
-def _resample_positions(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`pos_embed` (1, T, D) of the default image size on the grid of a model that was built for another."""
-    default = getattr(model, "pretrained_cfg", {}).get("input_size")
-    if default is None or "pos_embed" not in state:
-        return state
-    before, after = model.grid_of(*default[-2:]), model.grid_size
-    shared = model.pos_embed.shape[1] > after[0] * after[1]  # class tokens have their rows in it, and no table of their own
-    positions, targets = (model.prefix_positions(h * w) if shared else () for h, w in (before, after))
-    embedding = state["pos_embed"]
-    if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + len(positions):
-        return state
-    class_tokens = embedding[:, list(positions)]
-    patches = remove_tokens(embedding, positions)
-    patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
-    return state | {"pos_embed": insert_tokens(patches, class_tokens, targets)}
-
-
-def _misfits(model: nn.Module, state: Mapping[str, Tensor]) -> str:
-    """How a state dict differs from the model's, the first three differences by name; empty where it fits."""
-    own = model.state_dict()
+def describe_misfits(own: State, state: State) -> str:
+    """The first three differences between a model's own state dict and another, by key; empty if they fit."""
     problems = [f"{key} missing" for key in own if key not in state]
     problems += [f"{key} not used" for key in state if key not in own]
     problems += [
@@ -200,15 +175,51 @@ def _misfits(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     return "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
+def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
+    """A state dict of a training at another image size, made to fit a model of the same architecture.
+
+    Our families: a position embedding is resampled to the model's grid (bicubic; class tokens keep their rows), if it has the
+    length that belongs to `trained_size`. Weights of another patch stride therefore stay as they are and do not fit. timm's
+    families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of relative positions.
+
+    Args:
+        model: built for its image size.
+        state: under the model's names, with the classifier.
+        trained_size: image height and width in pixels that `state` belongs to.
+    """
+    if hasattr(model, "grid_of"):
+        return _resample_positions(model, state, trained_size)
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    try:
+        return dict(state) if adapt is None else adapt(dict(state), model)
+    except (AttributeError, KeyError, IndexError, RuntimeError, ValueError):  # of another architecture: a strict load says so
+        return dict(state)
+
+
+def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
+    embedding = state.get("pos_embed")
+    before, after = model.grid_of(*trained_size), model.grid_size
+    if embedding is None or before == after:
+        return dict(state)
+    shared = model.pos_embed.shape[1] > after[0] * after[1]  # class tokens have rows in it, and no table of their own
+    positions, targets = (model.prefix_positions(h * w) if shared else () for h, w in (before, after))
+    if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + len(positions):
+        return dict(state)
+    class_tokens = embedding[:, list(positions)]
+    patches = remove_tokens(embedding, positions)
+    patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
+    return {**state, "pos_embed": insert_tokens(patches, class_tokens, targets)}
+
+
 def _read_checkpoint(path: Path) -> Any:
-    """What `torch.save` wrote, without running code from the file: tensors, plain data and `_SETTINGS`."""
+    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`."""
     try:
         with torch.serialization.safe_globals(_SETTINGS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found:
-            advice = "which are not loaded from a file; save its state dict alone"
+            advice = "which are never loaded from a file; save the state dict alone"
             raise UserError(f"{path}: holds objects of {found[1]}, {advice}") from None
         why = "no pickle of data"
     except Exception as error:  # a damaged file raises whatever its bytes happen to mean
@@ -216,12 +227,7 @@ def _read_checkpoint(path: Path) -> Any:
     raise UserError(f"{path}: not a readable checkpoint of PyTorch ({why}); it may have been cut short while copying")
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    with _open(path) as stream:
-        return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (no mapping, and not iterable)
-
-
-def _open(path: Path):
+def _open(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"{path}: no such weights file")
     try:

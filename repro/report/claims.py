@@ -1,22 +1,21 @@
-"""The status of every entry of the ledger, by code: `matched`, `differs`, `not measured` or `paper inconsistent`."""
+"""The status of every entry of a ledger, set by code; see `statuses`."""
 
+import contextlib
 import dataclasses
 import itertools
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
-from typing import Literal
+from functools import partial
 
-from .arithmetic import Number, agreement, conjuncts, evaluate, left_of_comparison, near, references
-from .ledger import Entry, Ledger, Relation
-from .sources import Missing, Results, SpeedGroup
+from .arithmetic import Number, agreement, decimals, near
+from .expressions import Expression
+from .ledger import Claim, Entry, Relation
+from .paper import Paper
+from .results import Missing, Results, SpeedGroup
+from .statuses import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED
 
-Status = Literal["matched", "differs", "not measured", "paper inconsistent"]
-STAGES_FOLDER = Path(__file__).resolve().parents[2] / "stages"
-STATUSES: tuple[Status, ...] = ("matched", "differs", "not measured", "paper inconsistent")
+_SPEEDS = {"fps", "memory_mib"}
+_COSTS = {*_SPEEDS, "macs_g", "macs_saved_percent", "operator"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,32 +24,33 @@ class Elsewhere:
 
     Args:
         group: the rows that it was taken from.
-        value: the paper's quantity, or whether the statement holds there, DeiT with unfused attention as in the paper.
-        fused: the same with DeiT's fused attention, as a user runs it; None where DeiT is not part of it, or was not measured so.
-        unit: of the quantity.
+        value: the paper's quantity, or whether the statement holds there. The baseline has unfused attention, as in the paper.
+        fused: the same with the fused attention that users run; None where there is no baseline in it, or no such row.
+        baseline: its name.
+        unit: the quantity's unit.
         parts: how many of a statement's comparisons were measured, and how many there are.
     """
 
     group: SpeedGroup
     value: float | bool
     fused: float | bool | None
+    baseline: str
     unit: str
     parts: tuple[int, int]
 
-    def said(self, value: float | bool | None) -> str:
-        """`value`, this one's or its `fused`, in words."""
+    def format(self, value: float | bool | None) -> str:
+        """`value`, which is this one's `value` or `fused`, in words."""
         if value is None:
             return "–"
         if isinstance(value, bool):
-            measured, all_of_them = self.parts
-            return ("holds" if value else "does not hold") + (
-                "" if measured == all_of_them else f" in the {measured} of {all_of_them} measured"
-            )
+            measured, there_are = self.parts
+            scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
+            return ("holds" if value else "does not hold") + scope
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}"
 
     def __str__(self) -> str:
-        fused = "" if self.fused is None else f"; against fused DeiT {self.said(self.fused)}"
-        return f"{self.said(self.value)} ({self.group}{fused})"
+        fused = "" if self.fused is None else f"; against fused {self.baseline} {self.format(self.fused)}"
+        return f"{self.format(self.value)} ({self.group}{fused})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,19 +59,19 @@ class Verdict:
 
     Args:
         entry: the ledger's entry.
-        status: `paper inconsistent` goes before all others; then whether ours equals the paper's.
+        status: a key of `statuses.STATUSES`. `paper inconsistent` goes before the others; then ours is compared with the paper's.
         ours: our number, or whether the statement holds for ours; None where nothing was measured.
-        how: `rounding`, `truncation` or `equality` for numbers, `holds` for statements; None where ours is not the paper's.
-        delta: ours - paper; None for statements and where nothing was measured.
+        how: `rounding`, `truncation` or `equality` for a number, `holds` for a statement; None where ours is not the paper's.
+        delta: ours − paper; None for statements and where nothing was measured.
         evidence: why the paper contradicts itself.
-        reason, command: why nothing was measured, and what would.
-        elsewhere: the same quantity on other devices than the paper's; not compared.
+        reason, command: why nothing was measured, and what would measure it.
+        elsewhere: the same quantity under other conditions than the paper's; it is shown and not compared.
         sources: the records that ours was read from.
-        checks, violations: relations to the paper's own numbers that could be decided, and those that do not hold.
+        checks, violations: how many relations to the paper's own numbers could be decided, and how many of them do not hold.
     """
 
     entry: Entry
-    status: Status
+    status: str
     ours: float | bool | None = None
     how: str | None = None
     delta: float | None = None
@@ -84,191 +84,213 @@ class Verdict:
     violations: int = 0
 
 
-def judge(ledger: Ledger, results: Results, speed_dtype: str) -> dict[str, Verdict]:
-    """The verdict on every entry, in the ledger's order.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """One paper's ledger, judged by the records.
 
     Args:
-        ledger: what the paper says.
+        paper: what the paper says.
+        results: what we measured.
+        verdicts: id of an entry -> the verdict on it, in the ledger's order.
+        named: what params.yaml holds, in words.
+    """
+
+    paper: Paper
+    results: Results
+    verdicts: Mapping[str, Verdict]
+    named: str
+
+    @property
+    def all(self) -> list[Verdict]:
+        """The verdicts on all entries."""
+        return list(self.verdicts.values())
+
+    def of_claim(self, claim: Claim) -> list[Verdict]:
+        """The verdicts on the entries of a claim."""
+        return [self.verdicts[entry.id] for entry in claim.entries]
+
+
+def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequence[str], profile: str | None) -> Report:
+    """Judge every entry of a paper's ledger.
+
+    Args:
+        paper: what the paper says.
         results: what we measured.
         speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which does not name its own.
+        verbs: the verbs of the command line. A command with another verb is marked as not built yet.
+        profile: the profile that params.yaml equals; None where it was edited.
     """
-    bench = _Bench(ledger, results, speed_dtype)
-    return {entry.id: bench.verdict(entry) for entry in ledger.entries.values()}
+    judge = _Judge(paper, results, speed_dtype, verbs)
+    verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
+    named = f"the {profile} profile" if profile else "edited parameters that equal no profile"
+    return Report(paper=paper, results=results, verdicts=verdicts, named=named)
 
 
 def is_of_speed(entry: Entry) -> bool:
     """Whether ours is read from measured speeds or peaks of memory."""
-    return entry.ours is not None and any(f"{name}(" in entry.ours for name in ("fps", "memory_mib"))
+    return entry.ours is not None and any(call.name in _SPEEDS for call in entry.ours.calls)
 
 
-def status_counts(verdicts: Mapping[str, Verdict]) -> Counter[Status]:
-    """How many entries have each status."""
-    return Counter(verdict.status for verdict in verdicts.values())
+def is_of_cost(entry: Entry) -> bool:
+    """Whether ours is read from measured speeds, peaks of memory, or counts of multiply-adds."""
+    return entry.ours is not None and any(call.name in _COSTS for call in entry.ours.calls)
 
 
-def decimals(printed: str) -> int:
-    """Digits after the point in a printed number: 2 for `1.44`, 3 for `1e-3`."""
-    return max(-int(Decimal(printed).as_tuple().exponent), 0)
-
-
-def _shown(value: Number, places: int) -> str:
-    text = f"{float(value):.{places}f}"
-    return text.rstrip("0").rstrip(".") if places else text
-
-
-def runnable(command: str) -> str:
-    """The command, with a word where its stage does not exist yet."""
-    verb = re.match(r"repro ([a-z-]+)", command)
-    if verb is None or (STAGES_FOLDER / f"{verb[1].replace('-', '_')}.py").is_file():
-        return command
-    return f"{command.partition('  #')[0]}  # not built yet"
-
-
-class _Bench:
-    def __init__(self, ledger: Ledger, results: Results, speed_dtype: str):
-        self.ledger, self.results = ledger, results
-        paper = ledger.paper
-        fitting = [
-            group
-            for group in results.speed_rows
-            if paper.speed_device in group.device
-            and str(group.batch) == paper.speed_batch
-            and group.dtype == speed_dtype
-            and group.mode == "infer"
-        ]
-        self.paper_group = fitting[0] if fitting else None
-        self.other_groups = [group for group in results.speed_rows if group != self.paper_group and group.mode == "infer"]
+class _Judge:
+    def __init__(self, paper: Paper, results: Results, speed_dtype: str, verbs: Sequence[str]):
+        self.paper, self.entries, self.results, self.verbs = paper, paper.ledger.entries, results, verbs
+        conditions = paper.ledger.paper
+        inference = [group for group in results.speed_rows if group.mode == "infer"]
+        self.paper_group = next(
+            (
+                group
+                for group in inference
+                if conditions.speed_device in group.device and (str(group.batch_size), group.dtype) == (conditions.speed_batch, speed_dtype)
+            ),
+            None,
+        )
+        self.other_groups = [group for group in inference if group != self.paper_group]
+        where = f"one {conditions.speed_device}"
         self.no_speed = (
-            f"the paper measured on one {paper.speed_device} at batch {paper.speed_batch}; there are no such rows ({speed_dtype})"
+            f"the paper measured on {where} at batch {conditions.speed_batch}; there are no such rows ({speed_dtype})",
+            f"repro efficiency  # on {where}",
         )
 
-    def verdict(self, entry: Entry) -> Verdict:
+    def judge(self, entry: Entry) -> Verdict:
         evidence, checks = self._check_paper(entry)
-        found = {"evidence": "; ".join(evidence) or None, "checks": checks, "violations": len(evidence)}
-        if entry.contradiction:
-            found["evidence"] = entry.contradiction
+        found = {"evidence": entry.contradiction or "; ".join(evidence) or None, "checks": checks, "violations": len(evidence)}
         self.results.used.clear()
         try:
             ours = self._ours(entry, self.paper_group)
         except Missing as missing:
-            status = "paper inconsistent" if found["evidence"] else "not measured"
-            found |= {"reason": missing.reason, "command": runnable(missing.command), "elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(entry=entry, status=status, **found)
+            status = INCONSISTENT if found["evidence"] else NOT_MEASURED
+            found |= {"reason": missing.reason, "command": self._known(missing.command), "elsewhere": tuple(self._elsewhere(entry))}
+            return Verdict(entry=entry, status=status.word, **found)
         found["sources"] = tuple(sorted(self.results.used))
         if entry.printed is None:
             how, delta = ("holds" if ours else None), None
         else:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
-        status = "paper inconsistent" if found["evidence"] else "matched" if how else "differs"
-        return Verdict(entry=entry, status=status, ours=ours, how=how, delta=delta, **found)
+        status = INCONSISTENT if found["evidence"] else MATCHED if how else DIFFERS
+        return Verdict(entry=entry, status=status.word, ours=ours, how=how, delta=delta, **found)
 
     def _check_paper(self, entry: Entry) -> tuple[list[str], int]:
-        """Evidence for each relation that the paper's own numbers violate, and how many could be decided."""
-        evidence, checks = [], 0
-        for relation in entry.relations:
-            try:
-                violation = self._violation(entry, relation)
-            except Missing:
-                continue
-            checks += 1
-            if violation is not None:
-                evidence.append(violation)
+        """Evidence for each relation that the paper's own numbers violate, and how many relations could be decided."""
+        checks = [partial(self._violation, entry, relation) for relation in entry.relations]
         if entry.holds is not None:
-            try:
-                holds = evaluate(entry.holds, self._printed, self._paper_functions())
-            except Missing:
-                return evidence, checks
-            checks += 1
-            if not holds:
-                left = evaluate(left_of_comparison(entry.holds), self._printed, self._paper_functions())
-                evidence.append((entry.because or "the statement is false of the paper's own numbers").format(computed=_shown(left, 3)))
-        return evidence, checks
+            checks.append(partial(self._refutation, entry))
+        decided = []
+        for check in checks:
+            with contextlib.suppress(Missing):
+                decided.append(check())
+        return [evidence for evidence in decided if evidence], len(decided)
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
         if relation.requires is not None:
-            if evaluate(relation.requires, self._printed, self._paper_functions()):
-                return None
-            computed = evaluate(left_of_comparison(relation.requires), self._printed, self._paper_functions())
-            return relation.because.format(computed=_shown(computed, 1))
-        if relation.equals_count is not None:
-            computed = evaluate(relation.equals_count, self._printed, self.results.functions())
-        else:
-            computed = evaluate(relation.expression, self._printed, self._paper_functions())
-        if self._satisfies(computed, entry, relation):
+            return None if self._of_paper(relation.expression) else self._explain(relation.because, relation.expression.left, 1)
+        # a count of the model that the paper names is ours; everything else is the paper's own
+        functions = self.results.functions() if relation.equals_count else None
+        computed = self._of_paper(relation.expression, functions)
+        if _satisfies(computed, entry, relation):
             return None
         rounding = "; the digits that the paper cut off could explain it" if self._explained_by_rounding(entry, relation) else ""
-        return relation.because.format(computed=_shown(computed, decimals(entry.printed) + 1)) + rounding
+        return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1)) + rounding
 
-    @staticmethod
-    def _satisfies(computed: Number, entry: Entry, relation: Relation) -> bool:
-        slack = Fraction(relation.within_percent or 0)
-        return near(Fraction(entry.printed), computed, slack) or agreement(computed, entry.printed) is not None
+    def _refutation(self, entry: Entry) -> str | None:
+        if self._of_paper(entry.holds):
+            return None
+        return self._explain(entry.because or "the statement is false of the paper's own numbers", entry.holds.left, 3)
+
+    def _explain(self, because: str, computed: Expression, places: int) -> str:
+        return because.format(computed=_format_computed(self._of_paper(computed), places))
 
     def _explained_by_rounding(self, entry: Entry, relation: Relation) -> bool:
-        """Whether the relation holds for some operands that round or truncate to the printed ones, taken at their extremes."""
-        names = sorted(set(references(relation.expression)))
-        units = {name: Fraction(1, 10 ** decimals(self.ledger.entries[name].printed)) for name in names}
+        """Whether the relation holds for some operands that round or truncate to the printed ones, tried at their extremes."""
+        names = relation.expression.references
+        units = {name: Fraction(1, 10 ** decimals(self.entries[name].printed)) for name in names}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(names)):
             moved = {name: self._printed(name) + shift * units[name] for name, shift in zip(names, shifts, strict=True)}
-            if names and self._satisfies(evaluate(relation.expression, moved.__getitem__, self._paper_functions()), entry, relation):
+            if names and _satisfies(relation.expression.evaluate(moved.__getitem__, self._paper_functions()), entry, relation):
                 return True
         return False
 
+    def _of_paper(self, expression: Expression, functions: dict[str, Callable] | None = None) -> Number | bool:
+        """The value of an expression over the paper's printed numbers."""
+        return expression.evaluate(self._printed, {**self._paper_functions(), **(functions or {})})
+
     def _printed(self, entry_id: str) -> Fraction:
-        return Fraction(self.ledger.entries[entry_id].printed)
+        return Fraction(self.entries[entry_id].printed)
 
     def _paper_functions(self) -> dict[str, Callable]:
-        def nothing(*args):
+        def not_printed(*args):
             raise Missing("the paper prints no such number", "")
 
-        return {**dict.fromkeys([*self.results.functions(), "fps", "memory_mib"], nothing), "agrees": self._agrees}
+        measured = dict.fromkeys([*self.results.functions(), *_SPEEDS], not_printed)
+        return {**measured, **self.paper.formulas, "agrees": self._agrees}
 
     def _agrees(self, value: Number, entry_id: str) -> bool:
-        return agreement(value, self.ledger.entries[entry_id].printed) is not None
+        return agreement(value, self.entries[entry_id].printed) is not None
 
     def _ours(self, entry: Entry, group: SpeedGroup | None) -> Number | bool:
-        """Our counterpart of an entry, speeds taken from one group of rows.
-
-        Raises:
-            Missing: a part of it was not measured.
-        """
+        """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not measured."""
         if entry.ours is None:
             raise Missing(entry.reason, entry.command)
-        return evaluate(entry.ours, lambda name: self._ours(self.ledger.entries[name], group), self._our_functions(group))
+        return self._evaluate_ours(entry.ours, group)
 
-    def _our_functions(self, group: SpeedGroup | None, deit: str = "unfused") -> dict[str, Callable]:
-        def nothing(*args):
-            raise Missing(self.no_speed, f"repro efficiency  # on one {self.ledger.paper.speed_device}")
+    def _evaluate_ours(self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused") -> Number | bool:
+        def not_measured(*args):
+            raise Missing(*self.no_speed)
 
-        speed = {"fps": nothing, "memory_mib": nothing} if group is None else self.results.speed_functions(group, deit)
-        return {**self.results.functions(), **speed, "agrees": self._agrees}
+        speeds = self.results.speed_functions(group, attention) if group else dict.fromkeys(_SPEEDS, not_measured)
+        functions = {**self.results.functions(), **speeds, **self.paper.formulas, "agrees": self._agrees}
+        return expression.evaluate(lambda name: self._ours(self.entries[name], group), functions)
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
-        """What the entry comes to on each other group of rows that has something of what it needs."""
+        """What the entry comes to on each other group of rows that has some of what it needs."""
         if not is_of_speed(entry):
             return
-        parts = conjuncts(entry.ours)
+        parts = entry.ours.conjuncts
+        has_baseline = any("unfused" in call.args for call in entry.ours.calls)
         for group in self.other_groups:
-            values = self._decided(parts, group, "unfused")
+            values = self._decide(parts, group, "unfused")
             if not values:
                 continue
-            fused = self._decided(parts, group, "fused") if '"unfused"' in entry.ours else []
-            as_one = all if isinstance(values[0], bool) else lambda numbers: float(numbers[0])
+            fused = self._decide(parts, group, "fused") if has_baseline else []
             yield Elsewhere(
                 group=group,
-                value=as_one(values),
-                fused=as_one(fused) if len(fused) == len(values) else None,
+                value=_join(values),
+                fused=_join(fused) if len(fused) == len(values) else None,
+                baseline=self.paper.baseline,
                 unit=entry.unit,
                 parts=(len(values), len(parts)),
             )
 
-    def _decided(self, parts: list[str], group: SpeedGroup, deit: str) -> list[Number | bool]:
-        """The values of the parts of which everything was measured."""
+    def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[Number | bool]:
+        """The values of those parts for which everything was measured."""
         values = []
         for part in parts:
-            try:
-                values.append(evaluate(part, lambda name: self._ours(self.ledger.entries[name], group), self._our_functions(group, deit)))
-            except Missing:
-                continue
+            with contextlib.suppress(Missing):
+                values.append(self._evaluate_ours(part, group, attention))
         return values
+
+    def _known(self, command: str) -> str:
+        words = command.split()
+        if words[:1] != ["repro"] or words[1] in self.verbs:
+            return command
+        return f"{command.partition('  #')[0]}  # not built yet"
+
+
+def _satisfies(computed: Number, entry: Entry, relation: Relation) -> bool:
+    slack = Fraction(relation.within_percent or 0)
+    return near(Fraction(entry.printed), computed, slack) or agreement(computed, entry.printed) is not None
+
+
+def _join(values: Sequence[Number | bool]) -> float | bool:
+    """The parts of a statement hold together; a quantity has one part."""
+    return all(values) if isinstance(values[0], bool) else float(values[0])
+
+
+def _format_computed(value: Number | bool, places: int) -> str:
+    text = f"{float(value):.{places}f}"
+    return text.rstrip("0").rstrip(".") if places else text

@@ -1,15 +1,10 @@
-"""Which measurements the tables and figures of the paper ask for, read from the ledger."""
+"""The measurements that a paper's tables and figures ask for, read from its ledger."""
 
-import re
-
-from .arithmetic import references
 from .ledger import Ledger
 
-# ("accuracy", data set, model), ("params_m" | "macs_g" | "macs_g_paper_convention", model@side, ""),
-# ("fps" | "memory_mib", model, "")
+# ("accuracy", data set, model), ("params_m" | "macs_g" | "macs_g_paper_convention", "model@size", "") or ("fps" | "memory_mib", model, "")
 Measurement = tuple[str, str, str]
-_CALL = re.compile(r'(accuracy|params_m|macs_g_paper_convention|macs_g|fps|memory_mib)\("([^"]+)"(?:, "([^"]+)")?')
-_PLACE = re.compile(r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?")
+_MEASURED = {"accuracy", "params_m", "macs_g", "macs_g_paper_convention", "fps", "memory_mib"}
 
 
 def demands(ledger: Ledger) -> dict[str, list[set[Measurement]]]:
@@ -19,14 +14,21 @@ def demands(ledger: Ledger) -> dict[str, list[set[Measurement]]]:
     """
     found: dict[str, list[set[Measurement]]] = {}
     for entry in ledger.entries.values():
-        for place in dict.fromkeys(_PLACE.findall(entry.place)):
-            found.setdefault(place, []).append(_needs(ledger, entry.id, set()))
+        for place in entry.places:
+            if place.startswith(("Table", "Fig.")):
+                found.setdefault(place, []).append(_needs(ledger, entry.id, set()))
     return found
 
 
-def _needs(ledger: Ledger, name: str, seen: set[str]) -> set[Measurement]:
-    """Also through the entries that an expression names."""
-    expression = ledger.entries[name].ours or ""
-    seen.add(name)
-    further = [_needs(ledger, other, seen) for other in references(expression) if other not in seen]
-    return set(_CALL.findall(expression)).union(*further)
+def _needs(ledger: Ledger, entry_id: str, seen: set[str]) -> set[Measurement]:
+    """The measurements of an entry and of all entries that its expression names."""
+    seen.add(entry_id)
+    expression = ledger.entries[entry_id].ours
+    if expression is None:
+        return set()
+    needed = set()
+    for call in expression.calls:
+        if call.name in _MEASURED:
+            first, second = (*call.args, None)[:2]
+            needed.add((call.name, str(first), second if isinstance(second, str) else ""))
+    return needed.union(*(_needs(ledger, other, seen) for other in expression.references if other not in seen))

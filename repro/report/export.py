@@ -1,48 +1,22 @@
-"""results/claims.csv and claims.json: every entry with its status, for programs."""
+"""claims.csv and claims.json: every entry with its status, for programs."""
 
-import csv
-import io
-from collections.abc import Mapping
 from typing import Any
 
-from .claims import STATUSES, Verdict, status_counts
-from .ledger import Ledger
-
-_CSV_COLUMNS = (
-    "id",
-    "kind",
-    "place",
-    "says",
-    "unit",
-    "paper",
-    "ours",
-    "status",
-    "how",
-    "delta",
-    "evidence",
-    "reason",
-    "command",
-    "elsewhere",
-    "sources",
-)
+from .claims import Report, Verdict
+from .statuses import STATUSES, count_statuses
 
 
-def claims_json(ledger: Ledger, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
-    """All entries, machine-readable, with the counts of each status."""
-    counts = status_counts(verdicts)
-    summary = {**{status: counts[status] for status in STATUSES}, "entries": len(verdicts)}
-    return {"paper": ledger.paper.version, "summary": summary, "entries": [_record(verdict) for verdict in verdicts.values()]}
+def export_json(report: Report) -> dict[str, Any]:
+    """All entries, and how many have each status."""
+    counts = count_statuses(report.all)
+    summary = {**{word: counts[word] for word in STATUSES}, "entries": len(report.all)}
+    return {"paper": report.paper.ledger.paper.version, "summary": summary, "entries": list(map(_record, report.all))}
 
 
-def claims_csv(verdicts: Mapping[str, Verdict]) -> str:
-    """One line per entry."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, _CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for verdict in verdicts.values():
-        record = _record(verdict)
-        writer.writerow({name: "; ".join(value) if isinstance(value, list) else value for name, value in record.items()})
-    return stream.getvalue()
+def export_rows(report: Report) -> list[dict[str, Any]]:
+    """All entries as rows of a table, whose lists are one text each."""
+    records = map(_record, report.all)
+    return [{name: "; ".join(value) if isinstance(value, list) else value for name, value in record.items()} for record in records]
 
 
 def _record(verdict: Verdict) -> dict[str, Any]:

@@ -1,22 +1,36 @@
-"""The ledger: paper.yaml as entries with stable ids. It holds what the paper says, and no status."""
+"""A paper's ledger: its numbers as printed and its statements, as entries with stable ids. It holds no status."""
 
 import dataclasses
 import re
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
 from ..core.config import build
-from .arithmetic import references
+from ..core.errors import UserError, did_you_mean
+from .expressions import Expression
 
-PAPER = Path(__file__).with_name("paper.yaml")
 Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
+_PLACE = re.compile(
+    r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The paper that a ledger is of, and the device and batch at which it measured speed and memory."""
+
+    title: str
+    version: str
+    speed_device: str = ""
+    speed_batch: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """What a number must satisfy by the paper's own other numbers; the fields are explained at the head of paper.yaml."""
+    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains the fields."""
 
     id: str
     equals: str | None = None
@@ -25,9 +39,9 @@ class Relation:
     requires: str | None = None
     because: str = "the paper's other numbers give {computed}"
 
-    @property
-    def expression(self) -> str:
-        return self.equals or self.equals_count or self.requires or ""
+    @cached_property
+    def expression(self) -> Expression:
+        return Expression.parse(self.equals or self.equals_count or self.requires or "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,15 +51,15 @@ class Entry:
     Args:
         id: stable, e.g. `table1.vittt_t.macs_g`.
         place: where it stands, e.g. `Table 1, row Vittt-T, column Acc.`.
-        says: the statement, or for a table's number its title.
-        kind: what sort of evidence decides it.
-        unit: of the number; empty for statements and pure numbers.
+        says: the statement; for a number of a table, the table's title.
+        kind: the sort of evidence that decides it.
+        unit: the number's unit; empty for statements and pure numbers.
         printed: the number as printed; None for statements.
         relations: see `Relation`.
         holds: the statement as an expression.
         contradiction: evidence that only reading shows.
         because: the evidence behind `holds`.
-        ours: expression of our counterpart; None where there is none, and then `reason` and `command` say why.
+        ours: our counterpart; None where there is none, and `reason` and `command` then say why and what would show it.
     """
 
     id: str
@@ -55,17 +69,23 @@ class Entry:
     unit: str = ""
     printed: str | None = None
     relations: tuple[Relation, ...] = ()
-    holds: str | None = None
+    holds: Expression | None = None
     contradiction: str | None = None
     because: str | None = None
-    ours: str | None = None
+    ours: Expression | None = None
     reason: str | None = None
     command: str | None = None
+
+    @cached_property
+    def places(self) -> tuple[str, ...]:
+        """The tables, figures, equations and sections that `place` names, each once; `place` itself where it names none."""
+        found = dict.fromkeys(name[0].upper() + name[1:] for name in _PLACE.findall(self.place))
+        return tuple(found) or (self.place,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a table; `ours` may use {model} and {size} of the row."""
+    """A column of a table. `ours` may use {model}, {size} and the other keys of a row."""
 
     label: str
     unit: str
@@ -75,50 +95,11 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of the paper: `rows` are ids with labels, and `{table}.{row}.{column}` is an entry's id."""
+    """A table of the paper. Each of `rows` has the values of `keys`, then the printed numbers of `columns`.
 
-    id: str
-    place: str
-    title: str
-    note: str
-    columns: dict[str, Column]
-    rows: dict[str, str]
+    The entry of a number is `{table}.{row}.{column}`.
+    """
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A sentence of the text with the entries of its numbers, `{id}_{key}`, or the one entry `{id}` of a statement."""
-
-    id: str
-    place: str
-    says: str
-    entries: tuple[Entry, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Paper:
-    """Which paper, and under which conditions it measured speed and memory."""
-
-    title: str
-    version: str
-    speed_device: str
-    speed_batch: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """The whole of paper.yaml; `entries` are in the paper's order, tables first."""
-
-    paper: Paper
-    own_families: tuple[str, ...]
-    default_options: dict[str, str]
-    tables: tuple[Table, ...]
-    claims: tuple[Claim, ...]
-    entries: dict[str, Entry]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TableText:
     id: str
     place: str
     title: str
@@ -127,9 +108,51 @@ class _TableText:
     keys: tuple[str, ...]
     rows: list
 
+    @cached_property
+    def records(self) -> dict[str, dict[str, str]]:
+        """Id of a row -> its values by name.
+
+        Raises:
+            ValueError: a row has too few or too many values.
+        """
+        names = [*self.keys, *self.columns]
+        for row in self.rows:
+            if len(row) != len(names):
+                raise ValueError(f"{self.id}: row {row[0]} has {len(row)} items, expected {len(names)}")
+        return {row[0]: dict(zip(names, row, strict=True)) for row in self.rows}
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """Id of a row -> its label, with the image size where that is not 224."""
+        sizes = {row_id: row.get("size", "224") for row_id, row in self.records.items()}
+        return {row_id: row["label"] + (f" ({sizes[row_id]}²)" if sizes[row_id] != "224" else "") for row_id, row in self.records.items()}
+
+    def entries(self, relations: dict[str, list[Relation]]) -> list[Entry]:
+        """The entries of its numbers, row by row, each with its relations."""
+        return [self._entry(row, name, column, relations) for row in self.records.values() for name, column in self.columns.items()]
+
+    def _entry(self, row: dict[str, str], name: str, column: Column, relations: dict[str, list[Relation]]) -> Entry:
+        entry_id = f"{self.id}.{row['id']}.{name}"
+        is_built = bool(row["model"])
+        family = row["label"].rpartition("-")[0] or row["label"]
+        return Entry(
+            id=entry_id,
+            place=f"{self.place}, row {row['label']}, column {column.label}",
+            says=self.title,
+            kind=column.kind,
+            unit=column.unit,
+            printed=row[name],
+            relations=tuple(relations.get(entry_id, ())),
+            ours=Expression.parse(column.ours.format(**row)) if is_built else None,
+            reason=None if is_built else f"{family} is not built in this project",
+            command=None if is_built else "none until the model is built",
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Value:
+class Value:
+    """One of the numbers that a sentence of the text has."""
+
     printed: str
     equals: str | None = None
     requires: str | None = None
@@ -140,13 +163,15 @@ class _Value:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ClaimText:
+class Claim:
+    """A sentence of the text. It has an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a statement."""
+
     id: str
     place: str
     says: str
     kind: Kind
     unit: str = ""
-    values: dict[str, _Value] = dataclasses.field(default_factory=dict)
+    values: dict[str, Value] = dataclasses.field(default_factory=dict)
     holds: str | None = None
     contradiction: str | None = None
     because: str | None = None
@@ -154,125 +179,92 @@ class _ClaimText:
     reason: str | None = None
     command: str | None = None
 
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its entries, in order. Where `ours` is not given, our numbers are asked what the paper's are."""
+        about = {"place": self.place, "says": self.says, "kind": self.kind, "unit": self.unit}
+        if not self.values:
+            evidence = {"holds": _parse(self.holds), "contradiction": self.contradiction, "because": self.because}
+            ours = _parse(self.ours or (None if self.reason else self.holds))
+            return (Entry(id=self.id, **about, **evidence, ours=ours, reason=self.reason, command=self.command),)
+        return tuple(
+            Entry(
+                id=f"{self.id}_{name}",
+                **about,
+                printed=value.printed,
+                relations=tuple(_relations(f"{self.id}_{name}", value)),
+                ours=_parse(value.ours or (None if value.reason else value.equals)),
+                reason=value.reason,
+                command=value.command,
+            )
+            for name, value in self.values.items()
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _LedgerText:
-    paper: Paper
-    own_families: tuple[str, ...]
-    default_options: dict[str, str]
-    tables: tuple[_TableText, ...]
-    relations: tuple[Relation, ...]
-    text: tuple[_ClaimText, ...]
+class Ledger:
+    """The whole of a ledger.yaml."""
+
+    paper: Conditions
+    tables: tuple[Table, ...] = ()
+    relations: tuple[Relation, ...] = ()
+    claims: tuple[Claim, ...] = ()
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every entry by its id, in the paper's order, tables first."""
+        relations: dict[str, list[Relation]] = {}
+        for relation in self.relations:
+            relations.setdefault(relation.id, []).append(relation)
+        listed = [entry for table in self.tables for entry in table.entries(relations)]
+        listed += [entry for claim in self.claims for entry in claim.entries]
+        found = {entry.id: entry for entry in listed}
+        if len(found) < len(listed):
+            ids = [entry.id for entry in listed]
+            raise ValueError(f"ledger: {next(name for name in ids if ids.count(name) > 1)} is there twice")
+        return found
+
+    def table(self, table_id: str) -> Table:
+        """The table of this id; a `UserError` names those that there are."""
+        known = {table.id: table for table in self.tables}
+        if table_id not in known:
+            raise UserError(f"ledger: no table {table_id}{did_you_mean(table_id, known)}")
+        return known[table_id]
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Every scalar is text, so that printed digits survive; only `<<` keeps its meaning."""
+    """Reads every scalar as text, so that printed digits survive; only `<<` keeps its meaning."""
 
     yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile(r"^<<$"))]}
 
 
-def load_ledger(path: Path = PAPER) -> Ledger:
-    """Read and check the ledger.
+def load_ledger(path: Path) -> Ledger:
+    """Read and check a ledger.
 
     Raises:
         UserError: an unknown key, or one that is missing.
-        ValueError: an id stands twice, an expression or a relation names an unknown id, or a row has the wrong length.
+        ValueError: an id is there twice, an expression or a relation names an unknown id or is not understood, or a row has the
+            wrong length.
     """
     with open(path, encoding="utf-8") as stream:
-        text = build(_LedgerText, yaml.load(stream, Loader=_TextLoader), path.name)
-    by_entry: dict[str, list[Relation]] = {}
-    for relation in text.relations:
-        by_entry.setdefault(relation.id, []).append(relation)
-    tables, claims, entries = [], [], []
-    for table in text.tables:
-        rows = [_row(table, row) for row in table.rows]
-        shown = {name: getattr(table, name) for name in ("id", "place", "title", "note", "columns")}
-        tables.append(Table(**shown, rows={row["id"]: _label(row) for row in rows}))
-        entries += [_table_entry(table, row, name, by_entry) for row in rows for name in table.columns]
-    for claim in text.text:
-        own = tuple(_text_entries(claim))
-        claims.append(Claim(id=claim.id, place=claim.place, says=claim.says, entries=own))
-        entries += own
-    ledger = Ledger(
-        paper=text.paper,
-        own_families=text.own_families,
-        default_options=text.default_options,
-        tables=tuple(tables),
-        claims=tuple(claims),
-        entries={entry.id: entry for entry in entries},
-    )
-    _check(ledger, [entry.id for entry in entries], by_entry)
-    return ledger
-
-
-def _row(table: _TableText, row: list[str]) -> dict[str, str]:
-    names = [*table.keys, *table.columns]
-    if len(row) != len(names):
-        raise ValueError(f"{table.id}: row {row[0]} has {len(row)} items, expected {len(names)}")
-    return dict(zip(names, row, strict=True))
-
-
-def _label(row: dict[str, str]) -> str:
-    return f"{row['label']} ({row['size']}²)" if row.get("size", "224") != "224" else row["label"]
-
-
-def _table_entry(table: _TableText, row: dict[str, str], column: str, relations: dict[str, list[Relation]]) -> Entry:
-    about = table.columns[column]
-    entry_id = f"{table.id}.{row['id']}.{column}"
-    built = bool(row["model"])
-    return Entry(
-        id=entry_id,
-        place=f"{table.place}, row {row['label']}, column {about.label}",
-        says=table.title,
-        kind=about.kind,
-        unit=about.unit,
-        printed=row[column],
-        relations=tuple(relations.get(entry_id, ())),
-        ours=about.ours.format(**row) if built else None,
-        reason=None if built else f"{row['label'].rpartition('-')[0]} is not built in this project",
-        command=None if built else "none until the model is built",
-    )
-
-
-def _text_entries(claim: _ClaimText) -> list[Entry]:
-    if not claim.values:
-        fields = {f.name: getattr(claim, f.name) for f in dataclasses.fields(claim) if f.name != "values"}
-        # a statement without numbers of its own is asked of our numbers in the same words
-        return [Entry(**{**fields, "ours": claim.ours or (None if claim.reason else claim.holds)})]
-    entries = []
-    for name, value in claim.values.items():
-        entry_id = f"{claim.id}_{name}"
-        because = {"because": value.because} if value.because else {}
-        relations = [
-            Relation(id=entry_id, **{key: expression}, **because) for key in ("equals", "requires") if (expression := getattr(value, key))
-        ]
-        entries.append(
-            Entry(
-                id=entry_id,
-                place=claim.place,
-                says=claim.says,
-                kind=claim.kind,
-                unit=claim.unit,
-                printed=value.printed,
-                relations=tuple(relations),
-                ours=value.ours or (None if value.reason else value.equals),
-                reason=value.reason,
-                command=value.command,
-            )
-        )
-    return entries
-
-
-def _check(ledger: Ledger, ids: list[str], relations: dict[str, list[Relation]]) -> None:
-    repeated = sorted({i for i in ids if ids.count(i) > 1})
-    if repeated:
-        raise ValueError(f"ledger: {repeated[0]} stands twice")
-    named = [(name, name) for name in relations]
+        ledger: Ledger = build(Ledger, yaml.load(stream, Loader=_TextLoader), path.name)
+    named: list[tuple[str, str]] = [(relation.id, relation.id) for relation in ledger.relations]
     for entry in ledger.entries.values():
-        expressions = [entry.holds, entry.ours, *(r.expression for r in entry.relations)]
-        named += [(name, entry.id) for expression in expressions if expression for name in references(expression)]
+        expressions = [entry.holds, entry.ours, *(relation.expression for relation in entry.relations)]
+        named += [(name, entry.id) for expression in expressions if expression for name in expression.references]
         if not entry.ours and not (entry.reason and entry.command):
-            raise ValueError(f"ledger: {entry.id}: neither `ours` nor a reason and a command")
+            raise ValueError(f"ledger: {entry.id}: has neither `ours` nor a reason and a command")
     for name, where in named:
         if name not in ledger.entries:
             raise ValueError(f"ledger: {where}: no entry {name}")
+    return ledger
+
+
+def _parse(text: str | None) -> Expression | None:
+    return Expression.parse(text) if text else None
+
+
+def _relations(entry_id: str, value: Value) -> list[Relation]:
+    because: dict[str, Any] = {"because": value.because} if value.because else {}
+    rules = {"equals": value.equals, "requires": value.requires}
+    return [Relation(id=entry_id, **{name: rule}, **because) for name, rule in rules.items() if rule]

@@ -23,7 +23,7 @@ def test_outside_of_a_checkout(tmp_path, monkeypatch):
 def test_folders(tmp_path):
     paths = Paths(tmp_path)
     assert paths.cell("pretrain", "nano_digits") == tmp_path / "results/pretrain/nano_digits"
-    assert paths.run_state("pretrain", "nano_digits", "abc") == tmp_path / ".runs/pretrain/nano_digits-abc"
+    assert paths.run_state("pretrain", "nano_digits", "abc") == tmp_path / ".runs/pretrain/nano_digits/abc"
     assert paths.measured("nvidia_l40s") == tmp_path / "results/measured/nvidia_l40s"
 
 

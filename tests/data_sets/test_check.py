@@ -1,4 +1,4 @@
-"""Trees that look like the real thing, in small; each fault is planted, found, named and counted."""
+"""Small copies of the real layouts; each fault is planted, found, named and counted."""
 
 import json
 import os
@@ -15,13 +15,15 @@ from PIL import Image
 
 from repro.core.config import build
 from repro.core.errors import RunError, UserError
-from repro.data import check as check_module
-from repro.data.check import Depth, Progress, Report, check_root, choose, inspect
-from repro.data.check_dense import COCO_2017, CocoCounts, check_ade20k, check_coco
-from repro.data.check_speed import TRANSFORM, Speed, measure_speed
-from repro.data.check_tree import check_connect, check_digits, check_imagenet
-from repro.data.connect import write_connect
-from repro.data.digits import write_digits
+from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
+from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
+from repro.data.check.run import run_check
+from repro.data.check.sample import Depth, draw_sample, run_parallel
+from repro.data.check.speed import TRANSFORM, Speed, measure_speed
+from repro.data.embedded.connect import write_connect
+from repro.data.embedded.digits import write_digits
+from repro.data.findings import PrintAll
+from repro.data.kinds import KINDS, load_function
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,7 @@ FULL = Depth(full=True)
 
 
 def picture(path: Path, size: tuple[int, int] = (48, 36), seed: int = 0) -> Path:
-    """A JPEG of noise: nothing in it compresses away, so half of its bytes are half of its rows."""
+    """A JPEG of noise, which does not compress: half of its bytes hold half of its rows."""
     noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(noise).save(path, "JPEG")
@@ -43,11 +45,11 @@ def cut(path: Path) -> None:
 
 
 def findings(check, root, depth=FULL, **kwargs):
-    """(lines, errors, warnings)"""
+    """(lines, number of errors, number of warnings)"""
     lines: list[str] = []
-    report = Report(lines.append)
+    report = PrintAll(root, lines.append)
     check(root, report, depth, **kwargs)
-    return lines, report.errors, report.warnings
+    return lines, report.num_errors, report.num_warnings
 
 
 def only(lines: list[str], level: str) -> list[str]:
@@ -56,7 +58,7 @@ def only(lines: list[str], level: str) -> list[str]:
 
 @pytest.fixture
 def imagenet(tmp_path: Path) -> Path:
-    """Three classes; 4 training and 2 validation images each, the latter under their real names."""
+    """Three classes with 4 training and 2 validation images each; the latter have their real names."""
     root = tmp_path / "imagenet"
     real = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     for index, wnid in enumerate(WNIDS):
@@ -76,13 +78,13 @@ def test_a_complete_imagenet(imagenet, workers):
     lines, errors, warnings = check_small(imagenet, Depth(full=True, workers=workers))
     assert (errors, warnings) == (0, 0)
     assert lines == [
-        "ok       train/: 3 class folders; sorted wnids, so class indices are those of timm's ImageNetInfo",
-        "ok       train/: 12 images",
-        "ok       val/: 3 class folders; sorted wnids, so class indices are those of timm's ImageNetInfo",
-        "ok       val/: 6 images",
-        "ok       val/: images lie in the folders of their classes (6 of 6 agree with the ReaL labels)",
-        "ok       train/: images decode, all 12",
-        "ok       val/: images decode, all 6",
+        "ok       train: 3 classes",
+        "ok       train: 12 images",
+        "ok       val: 3 classes",
+        "ok       val: 6 images",
+        "ok       val: images lie in the folders of their classes (6 of 6 agree with the ReaL labels)",
+        "ok       train: images decode, all 12",
+        "ok       val: images decode, all 6",
     ]
 
 
@@ -90,7 +92,7 @@ def test_against_imagenet_1k_it_is_incomplete(imagenet):
     lines, errors, _ = findings(check_imagenet, imagenet)
     assert errors == 4
     text = "\n".join(only(lines, "error"))
-    assert "train/: 3 class folders (missing: n01491361, n01494475, n01496331, ...), 1,000 expected" in text
+    assert "train: 3 classes (missing: n01491361, n01494475, n01496331, ...), 1,000 expected" in text
     assert "12 images, 1,281,167 expected" in text and "6 images, 50,000 expected" in text
 
 
@@ -115,24 +117,28 @@ def nowhere(root):
     (root / "train" / WNIDS[0] / "nowhere.JPEG").symlink_to(root / "gone")
 
 
-# what is planted, how many errors follow, and the line that names it
+# name -> what is planted, the number of errors that follow, and the beginning of the line that names it
 TREE_FAULTS = {
-    "flat val": (flat_val, 1, "val/: is flat: 6 images lie directly in it, as the archive has them; move each into the folder"),
-    "cut": (lambda r: cut(first(r)), 1, "train/n01440764/n01440764_0.JPEG: cannot be decoded: image file is truncated"),
-    "link to nothing": (lambda r: [first(r).unlink(), nowhere(r)], 1, "nowhere.JPEG: is empty; get it again"),
+    "flat val": (
+        flat_val,
+        1,
+        "val: holds 6 images outside of class folders; sort them into one folder per class, named by its wnid; ILSVRC2012_val",
+    ),
+    "cut": (lambda r: cut(first(r)), 1, "train/n01440764/n01440764_0.JPEG: unreadable image (image file is truncated"),
+    # the link and the count
+    "link to nothing": (lambda r: [first(r).unlink(), nowhere(r)], 2, "nowhere.JPEG: this link leads nowhere; remove it"),
     "empty file": (lambda r: first(r, "val").write_bytes(b""), 1, "is empty; get it again"),
-    "a web page": (lambda r: first(r).write_text("<html>denied</html>"), 1, "cannot be decoded: not in any image format"),
-    # the folder is empty, the count is short
-    "empty class": (lambda r: [f.unlink() for f in (r / "train" / WNIDS[1]).iterdir()], 2, "train/n01443537/: holds no image"),
-    # two folders instead of three, 4 of 6 images, and train has a class more
-    "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "n01484850/: is in train alone; both splits need the same"),
-    "count": (lambda r: first(r, "val").unlink(), 1, "val/: 5 images, 6 expected; 2 in each class, but n01440764 1;"),
-    # in either split
-    "renamed": (lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")], 2, "val/tench/: is no class; they"),
+    "a web page": (lambda r: first(r).write_text("<html>denied</html>"), 1, "unreadable image (not in any image format)"),
+    # the folder is empty, and classes and images are too few
+    "empty class": (lambda r: [f.unlink() for f in (r / "train" / WNIDS[1]).iterdir()], 3, "train/n01443537: holds no image"),
+    # val has two classes instead of three and 4 of 6 images, and train has one class more
+    "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "class 'n01484850' is in train but not in val; both splits need"),
+    "count": (lambda r: first(r, "val").unlink(), 1, "val: 5 images, 6 expected; 2 in each class, but n01440764 1;"),
+    # one in each split
+    "renamed": (lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")], 2, "val/tench: is not a class of imagenet;"),
     "misplaced": (lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name), 1, "_0.JPEG: is named as an image of n0144"),
-    "wrong map": (rotate_val, 1, "val/: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
-    "archives": (lambda r: (r / "train" / "n01491361.tar").write_bytes(b"x"), 1, "train/: 1 archives are not unpacked"),
-    "loose": (lambda r: picture(r / "train" / "a.jpg"), 1, "train/: 1 images lie directly in it (a.jpg, ...)"),
+    "wrong map": (rotate_val, 1, "val: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
+    "loose": (lambda r: picture(r / "train" / "a.jpg"), 1, "train: holds 1 image outside of class folders"),
 }
 
 
@@ -147,15 +153,15 @@ def test_a_fault_in_imagenet(imagenet, fault):
 
 
 def test_one_level_too_deep(imagenet):
-    """Tiny ImageNet's layout."""
+    """As in the layout of Tiny ImageNet."""
     for wnid in WNIDS:
         files = list((imagenet / "train" / wnid).iterdir())
         (imagenet / "train" / wnid / "images").mkdir()
         for file in files:
             file.rename(file.parent / "images" / file.name)
     lines, errors, _ = check_small(imagenet)
-    assert errors == 3 + 1, "three folders and the count"
-    assert "train/n01440764/: holds no image but the folder images/; move the images up" in only(lines, "error")[0]
+    assert errors == 3 + 2, "three folders, and the counts of classes and images"
+    assert "train/n01440764: holds no image but the folder images/; move the images up" in only(lines, "error")[0]
 
 
 def test_the_folder_inside_is_proposed(imagenet, tmp_path):
@@ -164,18 +170,23 @@ def test_the_folder_inside_is_proposed(imagenet, tmp_path):
     imagenet.rename(inner)
     lines, errors, _ = check_small(tmp_path / "kaggle")
     assert errors == 2 and len(lines) == 2
-    assert lines[0].endswith(f"train: no such folder; give {inner} as ROOT")
+    assert lines[0].endswith(f"train: no such folder; take {inner} as the root")
 
 
 def test_other_files_and_other_names_are_warnings(imagenet):
+    (imagenet / "train" / "n01491361.tar").write_bytes(b"x")
     (imagenet / "train" / WNIDS[0] / "notes.txt").write_text("x")
     (imagenet / "val" / "LOC_val_solution.csv").write_text("x")
     (imagenet / "train" / ".DS_Store").write_text("x")
     for place, file in enumerate(sorted((imagenet / "val").glob("*/*.JPEG"))):
         file.rename(file.with_name(f"{place}.jpeg"))
     lines, errors, warnings = check_small(imagenet)
-    assert (errors, warnings) == (0, 3)
-    assert "train/: 1 files that are not images (train/n01440764/notes.txt); nothing reads them" in only(lines, "warning")[0]
+    assert (errors, warnings) == (0, 4)
+    assert only(lines, "warning")[:3] == [
+        "train: holds 1 archive beside class folders (n01491361.tar); unpack what is missing, remove the rest",
+        "train: holds 1 other file (n01440764/notes.txt); nothing reads them",
+        "val: holds 1 other file (LOC_val_solution.csv); nothing reads them",
+    ]
 
 
 def test_ten_are_named_and_the_rest_counted(imagenet):
@@ -189,12 +200,12 @@ def test_ten_are_named_and_the_rest_counted(imagenet):
 
 
 def test_the_sample(imagenet):
-    assert choose({"train": 12, "val": 6}, Depth(sample=8)) == choose({"train": 12, "val": 6}, Depth(sample=8))
+    assert draw_sample({"train": 12, "val": 6}, Depth(sample=8)) == draw_sample({"train": 12, "val": 6}, Depth(sample=8))
     sizes = {"train": 1000, "val": 100}
-    lengths = [{s: len(c) for s, c in choose(sizes, Depth(sample=n)).items()} for n in (0, 20, 500, 5000)]
+    lengths = [{s: len(c) for s, c in draw_sample(sizes, Depth(sample=n)).items()} for n in (0, 20, 500, 5000)]
     assert lengths == [{"train": 0, "val": 0}, {"train": 10, "val": 10}, {"train": 400, "val": 100}, sizes]
-    assert choose(sizes, Depth(sample=20)) != choose(sizes, Depth(sample=20, seed=1))
-    assert choose(sizes, Depth(full=True, sample=1)) == {"train": list(range(1000)), "val": list(range(100))}
+    assert draw_sample(sizes, Depth(sample=20)) != draw_sample(sizes, Depth(sample=20, seed=1))
+    assert draw_sample(sizes, Depth(full=True, sample=1)) == {"train": list(range(1000)), "val": list(range(100))}
 
     cut(first(imagenet))
     first(imagenet, "val").write_bytes(b"")
@@ -203,35 +214,44 @@ def test_the_sample(imagenet):
     seen = {seed: check_small(imagenet, Depth(sample=6, seed=seed))[1] for seed in range(12)}
     assert set(seen.values()) == {1, 2}, "a sample of 3 out of 12 holds the cut one or not"
     lines = check_small(imagenet, Depth(sample=6, seed=next(seed for seed in seen if seen[seed] == 2)))[0]
-    assert "1 bad images among 3 of 12 (a sample" in only(lines, "warning")[-1]
+    assert "1 bad image among 3 of 12 (a sample" in only(lines, "warning")[-1]
 
 
 def test_digits(tmp_path):
     write_digits(tmp_path / "digits", DigitsSettings(image_size=16, val_fraction=0.3))
     depth = Depth(sample=20)
     lines, errors, warnings = findings(check_digits, tmp_path / "digits", depth)
-    assert (errors, warnings) == (0, 0) and "ok       train/ and val/: 1,797 images together" in lines
+    assert (errors, warnings) == (0, 0) and f"ok       {tmp_path / 'digits'}: 1,797 images in train/ and val/ together" in lines
     next((tmp_path / "digits" / "val" / "digit_3").iterdir()).unlink()
     lines, errors, _ = findings(check_digits, tmp_path / "digits", depth)
-    assert errors == 1 and "1,796 images together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
+    assert errors == 1 and "1,796 images in train/ and val/ together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
 
 
 def test_connect(tmp_path):
     root = tmp_path / "connect"
     write_connect(root, ConnectSettings(image_size=96, train_pairs=3, val_pairs=2, dashes=(1, 1)))
     lines, errors, warnings = findings(check_connect, root, Depth(full=True))
-    assert (errors, warnings) == (0, 0) and "ok       train/: 3 pairs" in lines
+    assert (errors, warnings) == (0, 0) and "ok       train: 3 pairs" in lines
     (root / "val/joined/pair_00001.png").unlink()
     lines, errors, _ = findings(check_connect, root, Depth(full=True))
-    assert errors == 1 and "val/: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
+    assert errors == 1 and "val: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
 
 
-# COCO: 3 training images with 4 instances and 2 validation images with 2, categories of COCO's numbering
+def test_a_folder_of_ones_own(imagenet):
+    for split in ("train", "val"):
+        for number, wnid in enumerate(WNIDS):
+            (imagenet / split / wnid).rename(imagenet / split / f"pet {number}")
+    lines, errors, warnings = findings(check_folder, imagenet)
+    assert (errors, warnings) == (0, 0) and lines[:2] == ["ok       train: 3 classes", "ok       train: 12 images"]
+    cut(first(imagenet))
+    (imagenet / "val" / "pet 3").mkdir()
+    lines, errors, _ = findings(check_folder, imagenet)
+    assert errors == 3, "an empty folder, a class of one split, and an image that is cut short"
+
+
+# COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
 COCO_SMALL = CocoCounts(
-    images={"train2017": 3, "val2017": 2},
-    instances={"train2017": 4, "val2017": 2},
-    empty_boxes={"train2017": 1, "val2017": 0},
-    category_ids=frozenset({1, 2, 90}),
+    images={"train": 3, "val": 2}, instances={"train": 4, "val": 2}, empty_boxes={"train": 1, "val": 0}, category_ids=frozenset({1, 2, 90})
 )
 TRAIN_JSON = "annotations/instances_train2017.json"
 
@@ -285,15 +305,15 @@ def test_a_complete_coco(coco):
     lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
     assert (errors, warnings) == (0, 0)
     assert lines == [
-        "ok       train2017/: 3 images",
-        f"ok       {TRAIN_JSON}: 3 categories, ids of 1..90",
-        f"ok       {TRAIN_JSON}: 4 instances",
-        f"ok       {TRAIN_JSON}: boxes lie in their images, 2 of 3 images have instances",
-        "ok       val2017/: 2 images",
-        "ok       annotations/instances_val2017.json: 3 categories, ids of 1..90",
-        "ok       annotations/instances_val2017.json: 2 instances",
-        "ok       annotations/instances_val2017.json: boxes lie in their images, 2 of 2 images have instances",
-        "ok       images decode and have the annotations' sizes, all 5",
+        *(
+            f"ok       annotations/instances_{split}.json: {text}"
+            for split, texts in (
+                ("train2017", ("3 categories with ids of 1..90", "3 images", "4 instances", "2 of 3 images have targets")),
+                ("val2017", ("3 categories with ids of 1..90", "2 images", "2 instances", "2 of 2 images have targets")),
+            )
+            for text in texts
+        ),
+        f"ok       {coco}: images decode and have the annotations' sizes, all 5",
     ]
 
 
@@ -302,36 +322,37 @@ def test_coco_2017_is_known():
 
 
 COCO_FAULTS = {
-    # count and the annotations that miss it
-    "an image is missing": (lambda r: (r / "train2017/000000000025.jpg").unlink(), 2, "000000000025.jpg: is not there"),
-    "an image is cut": (lambda r: cut(r / "train2017/000000000025.jpg"), 1, "000000000025.jpg: cannot be decoded"),
+    "an image is missing": (lambda r: (r / "train2017/000000000025.jpg").unlink(), 1, "000000000025.jpg: no such file, instances_train"),
+    "an image is cut": (lambda r: cut(r / "train2017/000000000025.jpg"), 1, "000000000025.jpg: unreadable image ("),
     "an image is empty": (lambda r: (r / "train2017/000000000025.jpg").write_bytes(b""), 1, "train2017/000000000025.jpg: is empty"),
-    "JSON cut": (lambda r: cut(r / TRAIN_JSON), 1, f"{TRAIN_JSON}: is no valid JSON: "),
+    "JSON cut": (lambda r: cut(r / TRAIN_JSON), 1, f"{TRAIN_JSON}: is not valid JSON ("),
     "no JSON": (lambda r: (r / TRAIN_JSON).unlink(), 1, f"{TRAIN_JSON}: No such file or directory; unpack"),
     "captions": (lambda r: (r / TRAIN_JSON).write_text('{"images": [], "annotations": []}'), 1, "has no list 'categories'"),
     "a list": (lambda r: (r / TRAIN_JSON).write_text("[1, 2]"), 1, "has no list 'images'"),
-    "size": (change("images", 1, width=65), 1, "train2017/000000000025.jpg: is 64×48, the annotations say 65×48"),
-    "turned": (change("images", 2, width=48, height=64), 1, "is 64×48, the annotations say 48×64 (turned"),
-    "image twice": (change("images", 2, id=25), 1, "images[2]: id 25 a second time"),
-    "categories": (change("categories", 2, id=80), 1, "3 categories (unknown id 80, no id 90), 3 expected with ids of 1..90"),
-    "category of an instance": (change("annotations", 1, category_id=3), 1, "annotation 12: category_id 3 is none of the 3"),
-    "no such image": (change("annotations", 1, image_id=7), 1, "annotation 12: image_id 7 is none of the images"),
-    "box outside": (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), 1, "49.5] leaves its image of 64×48"),
-    "box left of it": (change("annotations", 0, bbox=[-2, 0, 5, 5]), 1, "annotation 11: box [-2.0, 0.0"),
-    "box is no number": (change("annotations", 0, bbox=[float("nan"), 0, 5, 5]), 1, "box [nan, 0.0, 5.0, 5.0] leaves"),
-    "no box": (change("annotations", 3, bbox=None), 1, "annotations[3]: is malformed (KeyError: 'bbox')"),
-    "half a box": (change("annotations", 3, bbox=[1, 2]), 1, "annotations[3]: is malformed (ValueError: not enough values"),
-    "no mask": (change("annotations", 3, segmentation=[]), 1, "annotation 14: has no segmentation"),
-    "instance twice": (change("annotations", 3, id=13), 1, "annotation 13: has an id that another one has"),
+    "size": (change("images", 1, width=65), 1, "train2017/000000000025.jpg: is 64×48, instances_train2017.json says 65×48; boxes"),
+    "turned": (change("images", 2, width=48, height=64), 1, "is 64×48, instances_train2017.json says 48×64 (turned"),
+    # the row, and the number of remaining images
+    "image twice": (change("images", 2, id=25), 2, "images[2] has id 25, as another one has"),
+    # an id of the release is missing in the file, and so is the category of an instance
+    "categories": (change("categories", 2, id=80), 2, "3 categories (unknown id 80, no id 90), 3 expected with ids of 1..90"),
+    "category of an instance": (change("annotations", 1, category_id=3), 1, "annotation 12 has category_id 3, which is not in the file"),
+    "no such image": (change("annotations", 1, image_id=7), 1, "annotation 12 has image_id 7, which is not in the file"),
+    "box outside": (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), 1, "boxes that leave their images: 1, none in the original"),
+    "box left of it": (change("annotations", 0, bbox=[-2, 0, 5, 5]), 1, "boxes that leave their images: 1"),
+    "box is no number": (change("annotations", 0, bbox=[float("nan"), 0, 5, 5]), 1, "11 is malformed (box [nan, 0.0, 5.0, 5.0] is not"),
+    "no box": (change("annotations", 3, bbox=None), 1, "annotations[3] is malformed, it needs id, image_id, category_id, bbox"),
+    "half a box": (change("annotations", 3, bbox=[1, 2]), 1, "annotation 14 is malformed (not enough values"),
+    "no mask": (change("annotations", 3, segmentation=[]), 1, "annotation 14 has no segmentation"),
+    "instance twice": (change("annotations", 3, id=13), 1, "annotations[3] has id 13, as another one has"),
     "images one level deeper": (
         lambda r: [(r / "train2017").rename(r / "x"), (r / "train2017").mkdir(), (r / "x").rename(r / "train2017" / "train2017")],
         1 + 3,
-        "train2017/: holds no image but the folder train2017/; move the images up",
+        "train2017: holds no image but the folder train2017/; move the images up",
     ),
     "images elsewhere": (
         lambda r: [(r / "images").mkdir(), (r / "train2017").rename(r / "images" / "train2017")],
         1,
-        "train2017: no such folder; move images/train2017 here",
+        "images/train2017 here",
     ),
 }
 
@@ -349,21 +370,27 @@ def test_boxes_without_area_are_known_in_the_original(coco):
     change("annotations", 0, bbox=[1.0, 1.0, 5.0, 0.0])(coco)
     lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
     assert (errors, warnings) == (0, 1)
-    assert "1 boxes without area (annotation 11, ...), as in the original" in only(lines, "warning")[0]
+    assert "annotation 11: box [1.0, 1.0, 5.0, 0.0] has no area; training leaves it out" in only(lines, "warning")[0]
     change("annotations", 1, bbox=[1.0, 1.0, -5.0, 3.0])(coco)
-    lines, errors, _ = findings(check_coco, coco, expected=COCO_SMALL)
-    assert errors == 2 and "annotation 12: box [1.0, 1.0, -5.0, 3.0] has no area" in only(lines, "error")[1]
+    lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
+    assert (errors, warnings) == (1, 2) and "boxes without area: 2, 1 in the original" in only(lines, "error")[0]
 
 
-def test_images_beside_the_annotations_are_a_count_and_a_warning(coco):
+def test_a_box_that_leaves_its_image_is_named(coco):
+    change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5])(coco)
+    lines, _, warnings = findings(check_coco, coco, expected=COCO_SMALL)
+    assert warnings == 1 and "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves its image of 64×48; training" in only(lines, "warning")[0]
+
+
+def test_images_beside_the_annotations_are_a_warning(coco):
     picture(coco / "val2017" / "stray.jpg")
     lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
-    assert (errors, warnings) == (1, 1)
-    assert "1 images that annotations/instances_val2017.json does not have (stray.jpg" in "".join(lines)
+    assert (errors, warnings) == (0, 1)
+    assert "val2017: holds 1 image that instances_val2017.json does not have (stray.jpg)" in "".join(lines)
 
 
 # ADE20K: 3 + 2 pairs
-ADE_SMALL = {"training": 3, "validation": 2}
+ADE_SMALL = ExpectedCounts(classes=150, train=3, val=2)
 
 
 def label_map(path: Path, size: tuple[int, int], values) -> Path:
@@ -381,48 +408,54 @@ def ade(tmp_path: Path) -> Path:
             name = f"ADE_{short}_{number:08d}"
             picture(root / "images" / split / f"{name}.jpg", (40, 30), seed=number)
             label_map(root / "annotations" / split / f"{name}.png", (40, 30), [0, 1, 6, 13, 150])
-    (root / "objectInfo150.txt").write_text("Idx\n")
+    (root / "objectInfo150.txt").write_text("Idx\tName\n" + "".join(f"{number}\tthing {number}\n" for number in range(1, 151)))
     return root
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_complete_ade20k(ade, inside):
-    (ade.parent / "ADE20K_2021_17_01").mkdir()  # the other release beside it does no harm
+    (ade.parent / "ADE20K_2021_17_01").mkdir()  # the other release may lie beside it
     lines, errors, warnings = findings(check_ade20k, ade.parent if inside else ade, expected=ADE_SMALL)
     assert (errors, warnings) == (0, 0)
+    base, prefix = ("ADEChallengeData2016", "ADEChallengeData2016/") if inside else (ade, "")
     assert lines == [
-        "ok       images/training/: 3 images",
-        "ok       annotations/training/: 3 label maps",
-        "ok       images/validation/: 2 images",
-        "ok       annotations/validation/: 2 label maps",
-        "ok       label maps have 8 bits, values in 0..150 (0: unlabelled), sizes of their images",
-        "ok       images and label maps decode, all 5",
+        f"ok       {base}: 150 classes",
+        f"ok       {prefix}images/training: 3 images with a label map",
+        f"ok       {prefix}images/validation: 2 images with a label map",
+        f"ok       {base}: label maps have 8 bits, values in 0..150 (0: unlabelled), sizes of their images",
+        f"ok       {base}: images and label maps decode, all 5",
     ]
 
 
 IMAGE, LABEL = "images/training/ADE_train_00000002.jpg", "annotations/training/ADE_train_00000002.png"
 ADE_FAULTS = {
-    # the count and the pair
+    # the pair, and the number of pairs
     "no label": (lambda r: (r / LABEL).unlink(), 2, f"{IMAGE}: has no label map"),
     "no image": (lambda r: (r / IMAGE).unlink(), 2, f"{LABEL}: has no image"),
-    "image cut": (lambda r: cut(r / IMAGE), 1, f"{IMAGE}: cannot be decoded: image file is truncated"),
-    "label cut": (lambda r: cut(r / LABEL), 1, f"{LABEL}: cannot be decoded: "),
+    "image cut": (lambda r: cut(r / IMAGE), 1, f"{IMAGE}: unreadable image (image file is truncated"),
+    "label cut": (lambda r: cut(r / LABEL), 1, f"{LABEL}: unreadable image ("),
     "label empty": (lambda r: (r / LABEL).write_bytes(b""), 1, f"{LABEL}: is empty"),
     "size": (lambda r: label_map(r / LABEL, (30, 40), [0, 1]), 1, f"{LABEL}: is 30×40, its image 40×30"),
-    "colours": (lambda r: Image.open(r / LABEL).convert("RGB").save(r / LABEL), 1, f"{LABEL}: has mode RGB, one channel"),
-    "palette": (lambda r: Image.open(r / LABEL).convert("P").save(r / LABEL), 1, f"{LABEL}: has mode P"),
-    "16 bits": (lambda r: Image.fromarray(np.full((30, 40), 7, np.uint16)).save(r / LABEL), 1, f"{LABEL}: has mode I;16"),
+    "colours": (lambda r: Image.open(r / LABEL).convert("RGB").save(r / LABEL), 1, f"{LABEL}: label map of mode RGB, one channel"),
+    "palette": (lambda r: Image.open(r / LABEL).convert("P").save(r / LABEL), 1, f"{LABEL}: label map of mode P"),
+    "16 bits": (lambda r: Image.fromarray(np.full((30, 40), 7, np.uint16)).save(r / LABEL), 1, f"{LABEL}: label map of mode I;16"),
     "another release": (
         lambda r: label_map(r / LABEL, (40, 30), [0, 151, 251]),
         1,
-        f"{LABEL}: holds label 251, at most 150 expected; labels are of another release: get ADEChallengeData2016.zip",
+        f"{LABEL}: holds label 251, at most 150 expected; labels are of another release; take ADEChallengeData2016.zip",
     ),
     "shifted": (
         lambda r: [label_map(path, (40, 30), [0, 255, 149]) for path in r.glob("annotations/*/*.png")],
         5,
         f"{LABEL}: holds label 255, at most 150 expected; labels were already shifted down by one",
     ),
-    "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; unpack ADE"),
+    "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
+    "no classes": (lambda r: (r / "objectInfo150.txt").unlink(), 1, "expected one file objectInfo<K>.txt with the names of the classes"),
+    "other classes": (
+        lambda r: (r / "objectInfo150.txt").write_text("Idx\n1\twall\n3\tsky\n"),
+        1,
+        "objectInfo150.txt: expected a heading and",
+    ),
 }
 
 
@@ -456,32 +489,31 @@ def test_the_full_ade20k_is_recognised(tmp_path, files, evidence):
         touch(tmp_path / "set" / file)
     lines, errors, _ = findings(check_ade20k, tmp_path / "set")
     assert errors == len(lines) == 1
-    assert f"is the full ADE20K ({evidence})" in lines[0] and "get ADEChallengeData2016.zip" in lines[0]
+    assert f"is the full ADE20K ({evidence})" in lines[0] and "take ADEChallengeData2016.zip" in lines[0]
 
 
 def test_the_users_mistakes(tmp_path, imagenet):
-    with pytest.raises(UserError, match="kind 'imagnet': not known; did you mean 'imagenet'"):
-        check_root("imagnet", tmp_path, FULL, Report())
+    with pytest.raises(UserError, match="kind 'imagnet': unknown; did you mean 'imagenet'"):
+        run_check("imagnet", tmp_path, FULL)
     with pytest.raises(UserError, match="no such folder; give the folder that holds train2017/"):
-        check_root("coco", tmp_path / "nowhere", FULL, Report())
-    with pytest.raises(UserError, match="is no folder"):
-        check_root("imagenet", first(imagenet), FULL, Report())
+        run_check("coco", tmp_path / "nowhere", FULL)
+    with pytest.raises(UserError, match="is not a folder"):
+        run_check("imagenet", first(imagenet), FULL)
+    with pytest.raises(UserError, match="--speed: times the loader of classification, not that of scenes"):
+        run_check("scenes", tmp_path, FULL, speed=True)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_each_row_of_the_table_has_its_functions(kind):
+    assert callable(load_function(kind.check))
+    assert (kind.settings_key is None) == (kind.settings is None) == (kind.writer is None)
+    if kind.writer:
+        assert callable(load_function(kind.writer)) and load_function(kind.writer).__module__ == kind.modules[0]
 
 
 def test_a_process_that_dies_ends_the_check_in_one_line():
-    with pytest.raises(RunError, match="decoding: a process died, mostly for want of memory; lower --workers"):
-        list(inspect(os._exit, [3] * 40, 2, "decoding"))
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
-    clock = iter(range(100))
-    monkeypatch.setattr(check_module.time, "monotonic", lambda: float(next(clock)))
-    with Progress("decoding", 40) as progress:
-        for _ in range(15):
-            progress.advance()
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == ["decoding: 2 of 40, 1/s, 38 s left", "decoding: 12 of 40, 1/s, 28 s left"]
+    with pytest.raises(RunError, match="decoding: a process died, most likely for lack of memory; lower --workers"):
+        list(run_parallel(os._exit, [3] * 40, 2, "decoding"))
 
 
 def test_speed_uses_the_papers_recipe_and_adds_up(imagenet):
@@ -489,13 +521,13 @@ def test_speed_uses_the_papers_recipe_and_adds_up(imagenet):
     recipe = profile["pretrain"]["vittt_tiny_imagenet"]["transform"]
     assert build(TransformSettings, recipe, "transform") == TRANSFORM
     speed = measure_speed(imagenet, "imagenet", 2, batches=4, rounds=1, log=lambda line: None)
-    assert speed.images == 8 * 12, "an epoch of 12 images is one batch, and four for each worker are timed"
+    assert speed.images == 8 * 12, "an epoch of 12 images is one batch, and four batches per worker are timed"
     assert len(speed.loader_img_per_s) == len(speed.bare_img_per_s) == 1
     assert min(speed.loader_img_per_s + speed.bare_img_per_s) > 0
     by_hand = Speed(workers=2, images=512, loader_img_per_s=(90.0, 80.0, 60.0), bare_img_per_s=(100.0, 101.0, 50.0))
     assert by_hand.lines()[1:] == [
         "  loader     80.0 img/s (60.0 to 90.0), 40.0 per core",
-        "  bare loop  100.0 img/s (50.0 to 101.0), 50.0 per core, decoding and transform alone",
+        "  bare loop  100.0 img/s (50.0 to 101.0), 50.0 per core, only decoding and transform",
         "  overhead   20.0 %",
     ]
 
@@ -516,6 +548,6 @@ def test_exit_codes(tmp_path):
     code, out, err = command("digits", root, "--full")
     # a slow machine also prints progress there
     assert code == 1 and err.splitlines()[-1] == f"repro: data check digits: 1 error, 0 warnings in {root}; the lines above say what to do"
-    assert f"error    val/digit_7/{victim.name}: cannot be decoded: " in out
+    assert f"error    val/digit_7/{victim.name}: unreadable image (" in out
     code, out, err = command("ade20", root)
-    assert (code, out) == (2, "") and err == "repro: kind 'ade20': not known; did you mean 'ade20k'?\n"
+    assert (code, out) == (2, "") and err == "repro: kind 'ade20': unknown; did you mean 'ade20k'?\n"

@@ -1,4 +1,4 @@
-"""COCO detection: annotations and samples against counts by hand and pycocotools."""
+"""COCO detection: annotations and samples against counts by hand and against pycocotools."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from repro.data.loader import EvalLoader, TrainLoader
 from repro.data.settings import DetectionTransformSettings
 
 WIDTH, HEIGHT = 60, 40
-CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "name": "bee"}]  # in no order, with gaps
+CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "name": "bee"}]  # unordered, with gaps
 
 
 def block(left, top, right, bottom, height=HEIGHT, width=WIDTH):
@@ -66,13 +66,13 @@ def image(number, width=WIDTH, height=HEIGHT, name=None):
 
 
 def places(width=WIDTH, height=HEIGHT):
-    """An image whose red is 2 x and whose green is 2 y + 1: from where a pixel comes can be read from it."""
+    """An image whose red is 2 x and whose green is 2 y + 1, so that each pixel tells its place."""
     x, y = np.meshgrid(np.arange(width), np.arange(height))
     return np.dstack([2 * x, 2 * y + 1, np.zeros_like(x)]).astype(np.uint8)
 
 
 def content():
-    """12 has one target of each form, and what is none; 5 has nothing; 30 is portrait; 31 is too small; 40 has only a crowd."""
+    """Image 12 has one target of each form and all sorts of non-targets; 5 has nothing; 30 is portrait; 31 too small; 40 has a crowd."""
     return {
         "images": [image(12), image(5), image(30, 36, 50), image(31, 40, 31), image(40)],
         "annotations": [
@@ -200,7 +200,7 @@ def test_flips_are_as_often_as_they_should_be(root):
 
 
 def test_crops_by_hand(root):
-    """To a short side of 40, which this image has; then 16 to 24 pixels each way; then enlarged, so that pixels can be told."""
+    """A resize to a short side of 40, which this image has; a crop of 16 to 24 pixels each way; an enlargement that shows the pixels."""
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
     boxes, masks = (
@@ -210,7 +210,7 @@ def test_crops_by_hand(root):
     seen, crops, sides = set(), 0, set()
     for epoch in range(120):
         pixels, target = dataset[(epoch, 0)]
-        # nearest neighbours of the enlarged image tell which pixels of the file are in it
+        # the colours of the enlarged image tell which pixels of the file are in it
         height, width = pixels.shape[1:]
         x, y = pixels[0, height // 2].float() / 2, (pixels[1, :, width // 2].float() - 1) / 2
         left, right = sorted((round(x[0].item()), round(x[-1].item())))
@@ -273,7 +273,7 @@ def test_loaders_batch_lists(root, workers):
 
 
 def test_the_truth_as_a_prediction_scores_1(root):
-    """Labels, category ids, sizes and masks go the whole way round; crowds are pycocotools' own affair."""
+    """Labels, category ids, sizes and masks make the whole round trip; pycocotools handles crowds itself."""
     dataset = detection(root, DetectionTransformSettings(min_size=(80,), max_size=1000))
     results = []
     for index in range(len(dataset)):
@@ -293,7 +293,7 @@ def test_the_truth_as_a_prediction_scores_1(root):
                 }
             )
     truth = content()
-    real = {1, 2, 3, 4, 5, 10, 11}  # without those that nobody can find
+    real = {1, 2, 3, 4, 5, 10, 11}  # without those that are not targets
     truth["annotations"] = [row for row in truth["annotations"] if row["id"] in real]
     truth["annotations"][3]["bbox"] = [50, 30, 10, 10]
     file = root / "truth.json"
@@ -335,8 +335,15 @@ def drop(name, place, key):
         (drop("annotations", 2, "segmentation"), "annotation 3 has no segmentation"),
         (drop("annotations", 2, "bbox"), r"annotations\[2\] is malformed, it needs id, image_id, category_id, bbox"),
         (drop("images", 1, "height"), r"images\[1\] is malformed, it needs id, file_name, height, width"),
-        (change(images={1: {"id": 12}}), "two of its images have the same id"),
-        (change(categories={1: {"id": 90}}), "two of its categories have the same id"),
+        (change(images={1: {"id": 12}}), r"images\[1\] has id 12, as another one has"),
+        (change(annotations={2: {"id": 1}}), r"annotations\[2\] has id 1, as another one has"),
+        (
+            change(annotations={2: {"bbox": [float("nan"), 2, 3, 4]}}),
+            r"annotation 3 is malformed \(box \[nan, 2.0, 3.0, 4.0\] is not finite\)",
+        ),
+        (change(annotations={2: {"image_id": []}}), "annotation 3 is malformed"),
+        (change(images={1: {"height": "40"}}), r"images\[1\] is malformed"),
+        (change(categories={1: {"id": 90}}), r"categories\[1\] has id 90, as another one has"),
     ],
 )
 def test_bad_annotations_are_refused_by_name(root, spoil, message):
@@ -350,7 +357,7 @@ def test_bad_annotations_are_refused_by_name(root, spoil, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("", "not valid JSON"), ('{"images": [', "not valid JSON"), ("[]", "has no list 'images'")],
+    [(None, "No such file"), ("", "is not valid JSON"), ('{"images": [', "is not valid JSON"), ("[]", "has no list 'images'")],
 )
 def test_bad_files_are_refused_by_name(root, text, message):
     file = root / "annotations/instances_train2017.json"
@@ -364,19 +371,19 @@ def test_bad_files_are_refused_by_name(root, text, message):
 def test_missing_images_are_refused_by_name(root):
     for number in (5, 30):
         (root / f"train2017/{number:012d}.png").unlink()
-    with pytest.raises(UserError, match=r"train2017/000000000005\.png: no such file, .* \(2 such images\); unpack train2017\.zip"):
+    with pytest.raises(UserError, match=r"train2017/000000000005\.png: no such file, .* \(and 1 more like this\); unpack train2017\.zip"):
         read_instances(root, "train")
     for path in (root / "train2017").iterdir():
         path.unlink()
     os.rmdir(root / "train2017")
-    with pytest.raises(UserError, match="train2017: No such file or directory"):
+    with pytest.raises(UserError, match="train2017: no such folder; unpack train2017.zip again"):
         read_instances(root, "train")
 
 
 def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):
     write(tmp_path, {**content(), "annotations": []})
     assert len(detection(tmp_path)) == 5
-    with pytest.raises(UserError, match=r"instances_train2017\.json: not one of 5 images has an instance to learn from"):
+    with pytest.raises(UserError, match=r"instances_train2017\.json: none of its 5 images has an instance to learn from"):
         detection(tmp_path, training=True)
 
 

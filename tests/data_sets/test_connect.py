@@ -1,4 +1,4 @@
-"""connect against counts and labels that scipy finds in its pixels, and against models that look for a shortcut."""
+"""connect: counts and labels that scipy finds in the pixels, and models that look for a shortcut."""
 
 import hashlib
 import os
@@ -15,15 +15,14 @@ from torch import nn
 from repro.core.config import build, load_section
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.core.ranks import Ranks
 from repro.core.runtime import Runtime
-from repro.data.connect import draw_pair, write_connect
-from repro.data.imagenet import ImageFolder, eval_transform
-from repro.data.loader import EvalLoader
-from repro.data.manifest import open_root, read_manifest
+from repro.data.cells import open_cell
+from repro.data.classification import ImageFolder, eval_transform
+from repro.data.embedded.connect import draw_pair, write_connect
+from repro.data.kinds import PrepareData
+from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.prepare import prepare
 from repro.data.settings import ConnectSettings, TransformSettings
-from stages import pretrain
-from stages.prepare_data import PrepareData, run
 
 ROOT = Path(__file__).parents[2]
 KEPT = load_section(PrepareData, ROOT / "params.yaml", "prepare_data", "connect").curves
@@ -54,7 +53,7 @@ def disc(radius: float) -> np.ndarray:
 
 
 def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.ndarray, bool]:
-    """What is in an image: dashes, curves, the middles of the markers (2, 2), and whether one curve has both."""
+    """Number of dashes and of curves, the centres of the markers (2, 2), and whether one curve has both markers."""
     ink = image > 127
     _, dashes = label(ink, np.ones((3, 3)))
     blobs, markers = label(binary_erosion(ink, disc(settings.thickness_px / 2 + 1)))
@@ -63,7 +62,7 @@ def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.nda
     y, x = np.indices(ink.shape)
     away = [np.hypot(y - middle[0], x - middle[1]) for middle in middles]
     strokes = ink & (np.minimum(*away) > settings.marker_px / 2 + 1)
-    # the gaps between dashes close, those between curves do not
+    # this closes the gaps between dashes, but not those between curves
     curves, number = label(binary_dilation(strokes, disc((settings.gap_px - settings.thickness_px + 2) / 2)))
     first, second = (curves.ravel()[np.where(curves, distance, np.inf).argmin()] for distance in away)
     return dashes, number, middles, bool(first == second)
@@ -143,7 +142,7 @@ def test_no_shortcut(kept, percent):
     """4,000 validation images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""
     train, val = kept["train"], kept["val"]
     assert abs(percent(train, val) - 50) < 3
-    dim = np.array([1, 0.85])[:, None, None]  # a shortcut, to see that it would be found
+    dim = np.array([1, 0.85])[:, None, None]  # a planted shortcut, which must be found
     assert percent((train * dim).astype(np.uint8), (val * dim).astype(np.uint8)) > 90
 
 
@@ -153,14 +152,22 @@ def test_curves_are_longer_than_the_window_of_the_local_model():
         assert dashes * (settings.dash_px + settings.gap_px) - settings.gap_px > 2 * 17
 
 
+CELL = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
+
+
+def prepare_small(folder: Path):
+    """A prepared cell of 6 + 4 pairs."""
+    paths, runtime = Paths(folder), Runtime(data_roots={"connect": "data/connect"})
+    prepare(build(PrepareData, CELL, "x"), paths, runtime, "small")
+    return open_cell(paths, runtime, "small")
+
+
 def test_stage_writes_it_and_training_writes_it_again(tmp_path):
-    cell = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
-    run(build(PrepareData, cell, "x"), Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"}), "connect")
-    manifest = read_manifest(tmp_path / "results/prepare_data/connect/manifest.json")
-    assert manifest.classes == {"apart": 0, "joined": 1} and manifest.generated == ConnectSettings(**SMALL)
+    cell = prepare_small(tmp_path)
+    assert cell.manifest.classes == {"apart": 0, "joined": 1} and cell.manifest.generated == ConnectSettings(**SMALL)
     written = content(tmp_path / "data/connect")
     shutil.rmtree(tmp_path / "data/connect")
-    tree = open_root(tmp_path / "data/connect", manifest)
+    tree = cell.open_tree()
     assert content(tmp_path / "data/connect") == written
     images, targets = next(iter(EvalLoader(ImageFolder(tree, "val", eval_transform(PLAIN)), batch_size=8)))
     drawn = pairs(ConnectSettings(**SMALL), "val", 4)
@@ -168,27 +175,13 @@ def test_stage_writes_it_and_training_writes_it_again(tmp_path):
     assert np.array_equal(images.numpy(), np.broadcast_to(drawn.swapaxes(0, 1).reshape(8, 1, 96, 96), (8, 3, 96, 96)))
 
 
-def test_training_sees_both_of_a_pair_in_one_batch(tmp_path):
-    paths, runtime = Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"}, device="cpu")
-    cell = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
-    run(build(PrepareData, cell, "x"), paths, runtime, "connect")
-    recipe = {
-        "model": "vittt_nano_patch16_144",
-        "options": {"depth": 1},
-        "data": "connect",
-        "seed": 0,
-        "epochs": 1,
-        "batch_size": 4,
-        "drop_path": 0.0,
-        "precision": "fp32",
-        "mix": {"mixup": 0, "cutmix": 0},
-        "optim": {"lr": 1e-3, "lr_batch_size": 4, "warmup_epochs": 0},
-        "transform": {"image_size": 96, "scale": [1, 1]},
-    }
-    made = pretrain._made(build(pretrain.PretrainParams, recipe, "x"), paths, runtime, "pretrain", "x", Ranks())[0]
+def test_both_images_of_a_pair_are_in_one_batch(tmp_path):
+    cell = prepare_small(tmp_path)
+    tree = cell.open_tree()
+    loader = TrainLoader(ImageFolder(tree, "train", eval_transform(PLAIN)), batch_size=4, seed=0, groups=cell.groups(tree))
     seen = []
     for number in range(3):
-        files = [Path(name) for name in made.task.describe(0, number)]
+        files = [Path(name) for name in loader.files(0, number)]
         assert all(
             a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"} for a, b in zip(files[::2], files[1::2], strict=True)
         )
@@ -202,7 +195,7 @@ def test_training_sees_both_of_a_pair_in_one_batch(tmp_path):
         ({"image_size": 100}, "image_size: expected a multiple of 16, got 100"),
         ({"dashes": [3, 2]}, r"dashes: expected \[fewest, most\], got \[3, 2\]"),
         ({"dashes": [0, 2]}, r"dashes: 0 is out of range"),
-        ({"gap_px": 2}, "gap_px: expected at least thickness_px"),
+        ({"gap_px": 2}, "gap_px: dashes touch, expected at least thickness_px"),
         ({"clearance_px": 9}, "clearance_px: expected marker_px"),
         ({"curvature": 0.2}, "curvature: expected at most 1 / clearance_px = 0.143, got 0.2"),
     ],
@@ -215,7 +208,7 @@ def test_bad_settings(changes, message):
 @pytest.mark.parametrize("changes", [{"dashes": (7, 7)}, {"distractors": 9}])
 def test_curves_that_do_not_fit(changes, tmp_path):
     with pytest.raises(
-        UserError, match=r"do not fit into 96 pixels, tried 40 times; take fewer distractors, fewer or shorter dashes, or a larger"
+        UserError, match=r"do not fit into 96 pixels after 40 attempts; take fewer distractors, fewer or shorter dashes, or a larger"
     ):
         write_connect(tmp_path / "connect", ConnectSettings(**SMALL | changes))
     assert not os.listdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Manifests of scenes, COCO and ADE20K, through the stage that writes them."""
+"""Manifests of scenes, COCO and ADE20K."""
 
 import dataclasses
 import json
@@ -12,19 +12,23 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.core.runtime import Runtime
-from repro.data.ade20k import AdePairs
-from repro.data.check import Depth, Report
-from repro.data.check_dense import CocoCounts, check_ade20k, check_coco
+from repro.data.cells import DataCell, open_cell
+from repro.data.check.dense import CocoCounts, check_ade20k, check_coco, check_scenes
+from repro.data.check.sample import Depth
 from repro.data.coco import read_instances
-from repro.data.dense import build_dense_manifest, open_dense
-from repro.data.manifest import build_manifest, open_root, read_manifest
-from repro.data.scenes import CATEGORY_IDS, write_scenes
-from repro.data.settings import ScenesSettings
-from repro.data.tree import scan_tree
-from stages.prepare_data import PrepareData, run
+from repro.data.embedded.scenes import CATEGORY_IDS, write_scenes
+from repro.data.findings import PrintAll
+from repro.data.kinds import PrepareData
+from repro.data.manifest import Manifest, read_manifest
+from repro.data.prepare import prepare, scan_manifest
+from repro.data.settings import ExpectedCounts, ScenesSettings
 
 SMALL = ScenesSettings(train=6, val=3)
 CELL = {"kind": "scenes", "expected": {"classes": 13, "train": 6, "val": 3}, "draw": {"train": 6, "val": 3}}
+
+
+def cell(root, manifest: Manifest) -> DataCell:
+    return DataCell(name="mine", manifest_path=root / "manifest.json", manifest=manifest, root=root)
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def test_scenes_end_to_end_and_again(tmp_path):
     paths, runtime = Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"})
     folder, contents = paths.cell("prepare_data", "scenes"), []
     for _ in range(2):
-        run(build(PrepareData, CELL, "prepare_data.scenes"), paths, runtime, "scenes")
+        prepare(build(PrepareData, CELL, "prepare_data.scenes"), paths, runtime, "scenes")
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
     assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
     metrics = read_json(folder / "metrics.json")["metrics"]
@@ -51,24 +55,25 @@ def test_scenes_end_to_end_and_again(tmp_path):
     ]
     root = runtime.data_root(paths, "scenes")
     shutil.rmtree(root)
-    assert open_dense(root, manifest, "coco") == root / "coco" and len(read_instances(root / "coco", "train").names) == 6
-    assert len(AdePairs(open_dense(root, manifest, "ade20k"), "val")) == 3
+    prepared = open_cell(paths, runtime, "scenes")
+    assert len(prepared.open_instances("train").names) == 6 and prepared.open_instances("train").folder == root / "coco/train2017"
+    assert len(prepared.open_pairs("val")) == 3
 
 
 def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
     wrong = build(PrepareData, {**CELL, "expected": {"classes": 13, "train": 5, "val": 3}}, "x")
     with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 5 expected, .* holds 6"):
-        run(wrong, Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"}), "mine")
+        prepare(wrong, Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"}), "mine")
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("kind", ["coco", "ade20k"])
 def test_others_are_prepared_where_they_lie(scenes, tmp_path, kind):
-    """A part of scenes is a COCO, or an ADE20K, of which most is missing."""
+    """A part of scenes is a COCO, or an ADE20K, most of which is missing."""
     before = sorted(scenes.rglob("*"))
     classes = {"coco": 10, "ade20k": 13}[kind]
-    cell = build(PrepareData, {"kind": kind, "expected": {"classes": classes, "train": 6, "val": 3}}, "x")
-    run(cell, Paths(tmp_path), Runtime(data_roots={kind: str(scenes / kind)}), "subset")
+    params = build(PrepareData, {"kind": kind, "expected": {"classes": classes, "train": 6, "val": 3}}, "x")
+    prepare(params, Paths(tmp_path), Runtime(data_roots={kind: str(scenes / kind)}), "subset")
     manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
     official = {"coco": ("COCO 2017", "80", "118,287", "5,000"), "ade20k": ("ADE20K", "150", "20,210", "2,000")}[kind]
     assert manifest.departures == tuple(
@@ -77,7 +82,8 @@ def test_others_are_prepared_where_they_lie(scenes, tmp_path, kind):
     )
     assert manifest.generated is None and len(manifest.classes) == classes
     assert sorted(scenes.rglob("*")) == before
-    assert open_dense(scenes / kind, manifest, kind) == scenes / kind
+    prepared = cell(scenes / kind, manifest)
+    assert len(prepared.open_instances("train").names if kind == "coco" else prepared.open_pairs("train")) == 6
 
 
 def remove_image(root):
@@ -111,24 +117,26 @@ def remove_pair(root):
     [
         (remove_image, "coco", r"coco/train2017: 5 images, the manifest has 6 \(1 such difference\); remove .*scenes and"),
         (cut_image, "coco", r"coco/train2017: \d+ bytes in 6 images, the manifest has \d+: a file was changed or cut"),
-        (cut_label, "ade20k", r"annotations/validation: \d+ bytes in 3 images, .* cut \(1 such difference\)"),
-        (edit_annotations, "coco", r"instances_val2017\.json: an annotation file that does not hold what the manifest has"),
+        (cut_label, "ade20k", r"annotations/validation: \d+ bytes in 3 images, .* cut short \(1 such difference\)"),
+        (edit_annotations, "coco", r"instances_val2017\.json: this annotation file differs from the one in the manifest"),
         (remove_annotations, "coco", r"instances_val2017\.json: No such file"),
         (remove_pair, "ade20k", r"images/training: 5 images, the manifest has 6 \(2 such differences\)"),
     ],
 )
 def test_what_differs_from_the_manifest_is_one_line(scenes, spoil, part, message):
-    manifest = build_dense_manifest(scenes, "scenes", SMALL)
+    manifest = scan_manifest(scenes, "scenes", SMALL)
     spoil(scenes)
     with pytest.raises(UserError, match=message) as caught:
-        open_dense(scenes, manifest, part)
+        for split in ("train", "val"):
+            prepared = cell(scenes, manifest)
+            prepared.open_instances(split) if part == "coco" else prepared.open_pairs(split)
     assert "\n" not in str(caught.value)
 
 
 def test_pairs_are_judged_in_both_splits(scenes):
     (scenes / "ade20k/images/training/ADE_train_00000001.png").unlink()
-    with pytest.raises(UserError, match="ADE_train_00000001: has no image"):
-        build_dense_manifest(scenes, "scenes", SMALL)
+    with pytest.raises(UserError, match=r"ADE_train_00000001\.png: has no image"):
+        scan_manifest(scenes, "scenes", SMALL)
 
 
 def test_categories_of_train_and_val_must_be_the_same(scenes):
@@ -137,18 +145,18 @@ def test_categories_of_train_and_val_must_be_the_same(scenes):
     content["categories"][0]["name"] = "zero"
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"instances_val2017\.json: has other categories than instances_train2017\.json"):
-        build_dense_manifest(scenes / "coco", "coco")
+        scan_manifest(scenes / "coco", "coco")
 
 
 def test_kinds_are_not_taken_for_one_another(scenes, root):
-    folders = build_manifest(scan_tree(root, "digits"), "digits")
-    with pytest.raises(UserError, match="digits is not laid out as coco; choose a prepare_data cell of kind coco or scenes"):
-        open_dense(root, folders, "coco")
-    manifest = build_dense_manifest(scenes, "scenes", SMALL)
-    with pytest.raises(UserError, match="scenes has no class folders; choose a prepare_data cell of kind digits, connect or imagenet"):
-        open_root(scenes, manifest)
+    folders = cell(root, scan_manifest(root, "folder"))
+    with pytest.raises(UserError, match=r"prepare_data\.mine: folder is not laid out as coco; choose a cell of kind scenes or coco"):
+        folders.open_instances("train")
+    manifest = scan_manifest(scenes, "scenes", SMALL)
+    with pytest.raises(UserError, match="scenes is not laid out as folders; choose a cell of kind digits or imagenet or folder or connect"):
+        cell(scenes, manifest).open_tree()
     with pytest.raises(UserError, match="coco is not laid out as ade20k"):
-        open_dense(scenes / "coco", dataclasses.replace(manifest, kind="coco"), "ade20k")
+        cell(scenes / "coco", dataclasses.replace(manifest, kind="coco")).open_pairs("train")
 
 
 @pytest.mark.parametrize(
@@ -166,24 +174,27 @@ def test_bad_params(changes, message):
 
 
 def test_the_check_of_the_originals_accepts_the_formats(scenes):
-    """With the counts of scenes for those of the originals, nothing is left to say against them."""
+    """With the counts of scenes in place of the originals', the checks have nothing to object to."""
     lines = []
-    instances = {f"{split}2017": len(read_instances(scenes / "coco", split).labels) for split in ("train", "val")}
+    report = PrintAll(scenes, lines.append)
     counts = CocoCounts(
-        images={"train2017": 6, "val2017": 3},
-        instances=instances,
-        empty_boxes={"train2017": 0, "val2017": 0},
+        images={"train": 6, "val": 3},
+        instances={split: len(read_instances(scenes / "coco", split).labels) for split in ("train", "val")},
+        empty_boxes={"train": 0, "val": 0},
         category_ids=frozenset(CATEGORY_IDS),
     )
-    check_coco(scenes / "coco", Report(lines.append), Depth(full=True), expected=counts)
-    check_ade20k(scenes / "ade20k", Report(lines.append), Depth(full=True), expected={"training": 6, "validation": 3})
+    check_coco(scenes / "coco", report, Depth(full=True), expected=counts)
+    check_ade20k(scenes / "ade20k", report, Depth(full=True), expected=ExpectedCounts(classes=13, train=6, val=3))
+    check_scenes(scenes, report, Depth(full=True))
     assert lines and all(line.startswith("ok ") for line in lines), lines
 
 
 def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(scenes):
     lines = []
-    check_coco(scenes / "coco", Report(lines.append), Depth(full=True))
-    check_ade20k(scenes / "ade20k", Report(lines.append), Depth(full=True))
+    report = PrintAll(scenes, lines.append)
+    check_coco(scenes / "coco", report, Depth(full=True))
+    check_ade20k(scenes / "ade20k", report, Depth(full=True))
     complaints = [line for line in lines if not line.startswith("ok ")]
-    assert len(complaints) == 10 and all(" expected" in line for line in complaints), lines
-    assert sum("10 categories (no id 10), 80 expected" in line for line in complaints) == 2
+    # images, instances and categories of each split of COCO; the classes of ADE20K, and the pairs of each split
+    assert len(complaints) == 2 * 3 + 3 and all(" expected" in line for line in complaints), lines
+    assert sum("10 categories (no id 4), 80 expected" in line for line in complaints) == 2

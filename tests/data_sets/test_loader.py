@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 from repro.core.errors import RunError, UserError
-from repro.data.imagenet import ImageFolder, ToInput, eval_transform, train_transform
+from repro.data.classification import ImageFolder, ToInput, eval_transform, train_transform
 from repro.data.loader import EvalLoader, TrainLoader, TrainOrder
 from repro.data.settings import TransformSettings
 from repro.data.tree import scan_tree
@@ -26,21 +25,21 @@ HEAVY = TransformSettings(image_size=16, scale=(0.3, 1.0), color_jitter=0.4, aut
 
 
 def places(images: torch.Tensor) -> list[int]:
-    """The place of each image in the split, read from its pixels (see the fixture)."""
+    """The place of each image in the split, read from its pixels; see the fixture `root`."""
     return (images.float().mean(dim=(1, 2, 3)) / 10).round().int().tolist()
 
 
 def evaluation(root, **options):
-    return ImageFolder(scan_tree(root, "imagenet"), "val", eval_transform(PLAIN), **options)
+    return ImageFolder(scan_tree(root, "folder"), "val", eval_transform(PLAIN), **options)
 
 
 def training(root, **options):
-    return ImageFolder(scan_tree(root, "imagenet"), "train", train_transform(HEAVY), **options)
+    return ImageFolder(scan_tree(root, "folder"), "train", train_transform(HEAVY), **options)
 
 
 def spoil(root, split, number):
-    """Cut the files of these places in the split short; returns their paths."""
-    tree = scan_tree(root, "imagenet")
+    """Cut the files at these places of the split short, and return their paths."""
+    tree = scan_tree(root, "folder")
     paths = [tree.path(split, n) for n in number]
     for path in paths:
         os.truncate(path, 30)
@@ -84,7 +83,7 @@ def test_evaluation_starts_anew_after_a_break(root, loader_of):
 
 
 def test_training_epoch_is_a_permutation_without_the_remainder(root, loader_of):
-    dataset = ImageFolder(scan_tree(root, "imagenet"), "train", eval_transform(PLAIN))
+    dataset = ImageFolder(scan_tree(root, "folder"), "train", eval_transform(PLAIN))
     loader = loader_of(TrainLoader, dataset, batch_size=6, seed=0)
     epochs = [[p for images, _ in loader.batches(epoch) for p in places(images)] for epoch in range(4)]
     assert len(loader) == 3
@@ -95,7 +94,7 @@ def test_training_epoch_is_a_permutation_without_the_remainder(root, loader_of):
 
 
 def test_ranks_share_out_the_batches_of_one_process(root, loader_of):
-    dataset = ImageFolder(scan_tree(root, "imagenet"), "train", eval_transform(PLAIN))
+    dataset = ImageFolder(scan_tree(root, "folder"), "train", eval_transform(PLAIN))
     whole = loader_of(TrainLoader, dataset, batch_size=6, seed=3)
     parts = [loader_of(TrainLoader, dataset, batch_size=2, seed=3, rank=rank, world_size=3) for rank in range(3)]
     together = [torch.cat([images for images, _ in batches]) for batches in zip(*(part.batches(5) for part in parts))]
@@ -120,7 +119,7 @@ def test_continuing_in_the_middle_equals_not_stopping(root, loader_of, workers):
     assert len(got) == len(expected) == 12
     for (ours, our_targets), (theirs, their_targets) in zip(got, expected):
         assert torch.equal(ours, theirs) and torch.equal(our_targets, their_targets)
-    # and in one loader whose workers were abandoned in mid-epoch
+    # the same holds in a loader whose workers were left in the middle of an epoch
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first.batches(1, 2), expected[8:], strict=True))
     assert not list(second.batches(1, 6))
 
@@ -155,7 +154,7 @@ def test_loading_leaves_the_global_randomness_alone(root, loader_of):
 def test_unreadable_files_are_counted_once_and_replaced_by_the_next(root, loader_of, workers):
     # places 8, 9 and 19: the neighbour of 8 is unreadable too, the last one's neighbour is the first
     bad = spoil(root, "train", [8, 9, 19])
-    dataset = ImageFolder(scan_tree(root, "imagenet"), "train", eval_transform(PLAIN), max_unreadable=3)
+    dataset = ImageFolder(scan_tree(root, "folder"), "train", eval_transform(PLAIN), max_unreadable=3)
     loader = loader_of(TrainLoader, dataset, batch_size=4, seed=0, workers=workers)
     for epoch in range(2):
         seen = [pair for images, targets in loader.batches(epoch) for pair in zip(places(images), targets.tolist())]
@@ -185,7 +184,7 @@ def test_evaluation_replaces_nothing(root, loader_of, workers):
 
 def test_nothing_readable_ends(root):
     spoil(root, "train", range(20))
-    with pytest.raises(UserError, match="not one of 20 images can be read"):
+    with pytest.raises(UserError, match="none of the 20 images can be read"):
         training(root, max_unreadable=100)[(0, 4)]
 
 
@@ -204,7 +203,7 @@ def test_every_kind_of_damage_is_noticed(root, damage):
 
 
 def test_batch_larger_than_the_data_set(root):
-    with pytest.raises(UserError, match=r"batch size 7 on 3 process\(es\): only 20 training images"):
+    with pytest.raises(UserError, match=r"batch size 7 on 3 process\(es\): there are only 20 training images"):
         TrainLoader(training(root), batch_size=7, seed=0, world_size=3)
 
 
@@ -215,7 +214,7 @@ def test_a_dead_worker_is_one_line(root, loader_of, workers):
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
         return torch.zeros(3, 1, 1, dtype=torch.uint8)
 
-    dataset = ImageFolder(scan_tree(root, "imagenet"), "val", die_at_place_five)
+    dataset = ImageFolder(scan_tree(root, "folder"), "val", die_at_place_five)
     with pytest.raises(RunError, match="a loading process died, .* lower runtime.workers"):
         list(loader_of(EvalLoader, dataset, batch_size=1, workers=workers))
 
@@ -223,12 +222,12 @@ def test_a_dead_worker_is_one_line(root, loader_of, workers):
 PROGRAM = """
     import os, signal, sys
     from pathlib import Path
-    from repro.data.imagenet import ImageFolder, eval_transform
+    from repro.data.classification import ImageFolder, eval_transform
     from repro.data.loader import EvalLoader
     from repro.data.settings import TransformSettings
     from repro.data.tree import scan_tree
 
-    tree = scan_tree(Path(sys.argv[1]), "imagenet")
+    tree = scan_tree(Path(sys.argv[1]), "folder")
     dataset = ImageFolder(tree, "val", eval_transform(TransformSettings(image_size=16)))
     loader = EvalLoader(dataset, batch_size=1, workers=2)
     if sys.argv[2] == "signals":
@@ -250,7 +249,6 @@ PROGRAM = """
 
 @pytest.mark.parametrize(("what", "code", "output"), [("signals", 0, "20 [2, 15] True"), ("exception", 1, "")])
 def test_workers_outlive_signals_to_the_group_but_not_the_program(root, what, code, output):
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), what],
         capture_output=True,
@@ -259,7 +257,6 @@ def test_workers_outlive_signals_to_the_group_but_not_the_program(root, what, co
         start_new_session=True,
     )
     assert (done.returncode, done.stdout.strip()) == (code, output), done.stderr
-    assert time.monotonic() - started < 100
 
 
 def test_eval_transform_is_resize_centre_crop_normalise(tmp_path):
@@ -339,7 +336,7 @@ def test_preprocessing_travels_with_weights_and_is_read_from_timm():
 
 
 def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
-    """As the paper's recipe has it: of images chosen with the given probability, after normalisation, N(0, 1) for each value."""
+    """As in the paper's recipe: after normalisation, each value of the rectangle is N(0, 1), in images chosen with `re_prob`."""
     settings, cpu = TransformSettings(image_size=32, re_prob=0.25), torch.device("cpu")
     images = torch.randint(0, 256, (400, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     plain = ToInput(settings, cpu)(images)
@@ -369,7 +366,7 @@ def test_pairs_of_one_group_cover_everything_once(world_size):
         batches = [list(itertools.chain(*parts)) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)]
         flat = [index for batch in batches for _, index in batch]
         assert sorted(flat) == list(range(12)) and all(number == epoch for batch in batches for number, _ in batch)
-        # 6 and 5 and 1 make five pairs, and the two that are left alone a sixth at the end
+        # 6, 5 and 1 make five pairs, and the two samples that remain make a sixth at the end
         assert all(groups[a] == groups[b] for a, b in zip(flat[:10:2], flat[1:10:2]))
         assert list(ranks[0].batches(epoch, 2)) == list(ranks[0].batches(epoch, 0))[2:]
         epochs.append(tuple(flat))

@@ -7,11 +7,18 @@ import torchvision
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.data.manifest import build_manifest, check_expected, open_root, read_manifest, verify, write_manifest
+from repro.data.cells import DataCell
+from repro.data.embedded.digits import write_digits
+from repro.data.manifest import Manifest, check_expected, read_manifest, write_manifest
+from repro.data.prepare import scan_manifest
 from repro.data.settings import DigitsSettings, ExpectedCounts
 from repro.data.tree import scan_tree
 
 SMALL = DigitsSettings(image_size=16)
+
+
+def cell(root: Path, manifest: Manifest) -> DataCell:
+    return DataCell(name="mine", manifest_path=root / "manifest.json", manifest=manifest, root=root)
 
 
 def change_nothing_but(root: Path, what: str) -> None:
@@ -35,7 +42,7 @@ def change_nothing_but(root: Path, what: str) -> None:
 
 
 def test_scan_agrees_with_torchvision(root):
-    tree = scan_tree(root, "imagenet")
+    tree = scan_tree(root, "folder")
     for split in ("train", "val"):
         theirs = torchvision.datasets.ImageFolder(root / split)
         assert list(tree.classes) == theirs.classes
@@ -44,7 +51,7 @@ def test_scan_agrees_with_torchvision(root):
 
 
 def test_counts_by_hand(root):
-    manifest = build_manifest(scan_tree(root, "digits"), "digits")
+    manifest = scan_manifest(root, "folder")
     assert manifest.classes == {"ant": 0, "bee": 1, "cat": 2}
     for split in manifest.splits.values():
         assert split.images == 20
@@ -52,17 +59,18 @@ def test_counts_by_hand(root):
     assert manifest.splits["val"].bytes == sum(p.stat().st_size for p in (root / "val").rglob("*.png"))
 
 
-def test_round_trip_and_no_trace_of_the_place(root, tmp_path):
-    manifest = build_manifest(scan_tree(root, "digits"), "digits", SMALL)
+def test_round_trip_and_no_trace_of_the_place(tmp_path):
+    write_digits(tmp_path / "digits", SMALL)
+    manifest = scan_manifest(tmp_path / "digits", "digits", SMALL)
     write_manifest(tmp_path / "manifest.json", manifest)
     assert read_manifest(tmp_path / "manifest.json") == manifest
     assert str(tmp_path) not in (tmp_path / "manifest.json").read_text()
     moved = tmp_path / "elsewhere"
-    shutil.move(root, moved)
+    shutil.move(tmp_path / "digits", moved)
     for path in moved.rglob("*.png"):
         os.utime(path, (0, 0))
-    assert build_manifest(scan_tree(moved, "digits"), "digits", SMALL) == manifest
-    verify(scan_tree(moved, "digits"), manifest)
+    assert scan_manifest(moved, "digits", SMALL) == manifest
+    cell(moved, manifest).open_tree()
 
 
 @pytest.mark.parametrize(
@@ -77,13 +85,13 @@ def test_round_trip_and_no_trace_of_the_place(root, tmp_path):
         ("class renamed", r"class folder 'bee' is missing"),
     ],
 )
-def test_verify_says_what_differs(root, what, message):
-    manifest = build_manifest(scan_tree(root, "digits"), "digits")
+def test_opening_says_what_differs(root, what, message):
+    manifest = scan_manifest(root, "folder")
     change_nothing_but(root, what)
     with pytest.raises(UserError, match=message) as caught:
-        verify(scan_tree(root, "digits"), manifest)
+        cell(root, manifest).open_tree()
     assert "\n" not in str(caught.value) and str(root) in str(caught.value)
-    assert build_manifest(scan_tree(root, "digits"), "digits").hash != manifest.hash
+    assert scan_manifest(root, "folder").hash != manifest.hash
 
 
 def no_root(root):
@@ -128,20 +136,20 @@ def dangling_link(root):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (no_root, r"set: no such folder; lay ImageNet-1K out .* runtime\.data_roots\.imagenet"),
-        (no_val, r"val: No such file or directory; lay ImageNet-1K out"),
-        (no_images_at_all, r"train: holds no class folders; lay ImageNet-1K out"),
-        (flat_val, r"val: 20 images lie directly in it; sort them into one folder per class"),
-        (empty_class, r"train/bee: holds no image .*; fill this class folder or remove it"),
-        (class_in_train_only, r"class 'cat' is in train but not in val \(1 such classes\)"),
-        (class_in_val_only, r"class 'cat' is in val but not in train"),
-        (dangling_link, r"train/ant/link.png: No such file or directory"),
+        (no_root, r"set: no such folder; lay the data out as train/<class>/ .* and set runtime\.data_roots\.folder"),
+        (no_val, r"val: no such folder; lay the data out as"),
+        (no_images_at_all, r"train: holds no class folders; lay the data out as"),
+        (flat_val, r"val: holds 20 images outside of class folders; sort them into one folder per class"),
+        (empty_class, r"train/bee: holds no image .*; fill this class folder, or remove it"),
+        (class_in_train_only, r"train/cat: class 'cat' is in train but not in val; both splits need the same classes"),
+        (class_in_val_only, r"val/cat: class 'cat' is in val but not in train"),
+        (dangling_link, r"train/ant/link.png: this link leads nowhere"),
     ],
 )
 def test_bad_layouts_are_one_line(root, spoil, message):
     spoil(root)
     with pytest.raises(UserError, match=message) as caught:
-        scan_tree(root, "imagenet")
+        scan_tree(root, "folder")
     assert "\n" not in str(caught.value)
 
 
@@ -149,20 +157,23 @@ def test_imagenet_names_departures_and_refuses_other_folders(root):
     for split in ("train", "val"):
         for name, wnid in {"ant": "n01440764", "bee": "n01443537", "cat": "n15075141"}.items():
             os.rename(root / split / name, root / split / wnid)
-    assert build_manifest(scan_tree(root, "imagenet"), "imagenet").departures == (
+    assert scan_manifest(root, "imagenet").departures == (
         "classes: 3, ImageNet-1K has 1,000",
         "train: 20, ImageNet-1K has 1,281,167",
         "val: 20, ImageNet-1K has 50,000",
     )
     for split in ("train", "val"):
         os.rename(root / split / "n01440764", root / split / "tench")
-    with pytest.raises(UserError, match=r"tench: no wnid of ImageNet-1K \(1 such folders\)"):
-        build_manifest(scan_tree(root, "imagenet"), "imagenet")
+    with pytest.raises(
+        UserError,
+        match=r"tench: is not a class of imagenet; class folders are named like n01440764; .* kind folder for classes of your own",
+    ):
+        scan_manifest(root, "imagenet")
 
 
 @pytest.mark.parametrize("name", ["classes", "train", "val"])
 def test_unexpected_counts_name_the_key(root, name):
-    counts, manifest = {"classes": 3, "train": 20, "val": 20}, build_manifest(scan_tree(root, "digits"), "digits")
+    counts, manifest = {"classes": 3, "train": 20, "val": 20}, scan_manifest(root, "folder")
     check_expected(manifest, root, ExpectedCounts(**counts), "prepare_data.imagenet.expected")
     counts[name] += 1
     message = rf"prepare_data\.imagenet\.expected\.{name}: {counts[name]} expected, .* holds {counts[name] - 1};"
@@ -170,29 +181,35 @@ def test_unexpected_counts_name_the_key(root, name):
         check_expected(manifest, root, ExpectedCounts(**counts), "prepare_data.imagenet.expected")
 
 
-def test_open_root_writes_a_missing_embedded_set_and_checks_an_old_one(tmp_path):
-    from repro.data.digits import write_digits
-
-    write_digits(tmp_path / "digits", SMALL)
-    manifest = build_manifest(scan_tree(tmp_path / "digits", "digits"), "digits", SMALL)
-    shutil.rmtree(tmp_path / "digits")
-    tree = open_root(tmp_path / "digits", manifest)
+def test_a_missing_embedded_set_is_written_and_an_old_one_is_compared(tmp_path):
+    root = tmp_path / "digits"
+    write_digits(root, SMALL)
+    manifest = scan_manifest(root, "digits", SMALL)
+    shutil.rmtree(root)
+    tree = cell(root, manifest).open_tree()
     assert len(tree.splits["train"].names) + len(tree.splits["val"].names) == 1797
-    os.truncate(next((tmp_path / "digits" / "train").rglob("*.png")), 40)
-    with pytest.raises(UserError, match=r"cut .*; remove .*digits and run the same command again"):
-        open_root(tmp_path / "digits", manifest)
+    os.truncate(next((root / "train").rglob("*.png")), 40)
+    with pytest.raises(UserError, match=r"cut short .*; remove .*digits and run the same command again"):
+        cell(root, manifest).open_tree()
 
 
-def test_open_root_does_not_invent_imagenet(root, tmp_path):
-    manifest = build_manifest(scan_tree(root, "digits"), "digits")
+def test_a_data_set_of_the_user_is_not_invented(root, tmp_path):
+    manifest = scan_manifest(root, "folder")
     with pytest.raises(UserError, match="no such folder"):
-        open_root(tmp_path / "nowhere", manifest)
+        cell(tmp_path / "nowhere", manifest).open_tree()
     assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "no such manifest; run `repro prepare-data`"), ("{", "not valid JSON"), ('{"kind": "digits"}', "classes: missing")],
+    [
+        (None, "no such manifest; run `repro prepare-data`"),
+        ("{", "not valid JSON"),
+        ("[]", "expected a mapping"),
+        ('{"kind": "digits"}', "classes: missing"),
+        ('{"kind": "digit"}', "digit' is not one of digits, .*; did you mean 'digits'"),
+        ('{"kind": "digits", "generated": {"image_side": 16}}', r"generated\.image_side: unknown key; did you mean 'image_size'"),
+    ],
 )
 def test_damaged_manifest(tmp_path, text, message):
     path = tmp_path / "manifest.json"
@@ -203,11 +220,10 @@ def test_damaged_manifest(tmp_path, text, message):
 
 
 def test_other_files_are_no_samples(root):
-    before = build_manifest(scan_tree(root, "digits"), "digits")
+    before = scan_manifest(root, "folder")
     (root / "train" / "ant" / "notes.txt").write_text("x")
     (root / "train" / "ant" / ".hidden.png").write_text("x")
     (root / "README").write_text("x")
     Image.new("RGB", (4, 4)).save(root / "train" / "ant" / "UPPER.JPEG")
-    tree = scan_tree(root, "digits")
-    assert len(tree.splits["train"].names) == 21
-    assert before.splits["val"] == build_manifest(tree, "digits").splits["val"]
+    assert len(scan_tree(root, "folder").splits["train"].names) == 21
+    assert before.splits["val"] == scan_manifest(root, "folder").splits["val"]

@@ -11,9 +11,9 @@ from pycocotools.coco import COCO
 from scipy.ndimage import binary_erosion
 
 from repro.core.errors import UserError
-from repro.data import scenes
-from repro.data.digits import load_scans, write_digits
-from repro.data.scenes import CATEGORY_IDS, CLASSES, write_scenes
+from repro.data.embedded import scenes
+from repro.data.embedded.digits import load_scans, write_digits
+from repro.data.embedded.scenes import CATEGORY_IDS, CLASSES, write_scenes
 from repro.data.settings import DigitsSettings, ScenesSettings
 
 SMALL = ScenesSettings(train=24, val=10)
@@ -62,12 +62,12 @@ def test_files_depend_on_the_settings_alone(root, tmp_path):
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"not ours; remove them or set runtime\.data_roots\.scenes"):
+    with pytest.raises(UserError, match=r"did not write; remove them or set runtime\.data_roots\.scenes"):
         write_scenes(tmp_path, SMALL)
 
 
 def test_sizes_do_not_depend_on_a_compressor(root):
-    """A stored PNG of 256 rows of 256 grey levels: 65,792 bytes and what holds them together."""
+    """An uncompressed PNG of 256 rows of 256 grey levels has 65,792 bytes of pixels, and little else."""
     sizes = {path.stat().st_size for path in root.rglob("*.png")}
     assert len(sizes) == 1 and 256 * 257 < sizes.pop() < 256 * 257 + 200
 
@@ -94,7 +94,7 @@ def test_boxes_areas_and_masks_by_hand(root, split):
 
 
 def test_masks_lie_on_the_digits(root):
-    """Inside a stroke pixels have the digit's level, 1.4 to 2.0 times mid-grey, and the noise of 8 levels."""
+    """Inside a stroke the pixels have the digit's level, 1.4 to 2.0 times mid-grey, with noise of 8 levels."""
     levels = []
     for coco, image_id, pixels, _ in pairs(root, "train"):
         for annotation in coco.imgToAnns[image_id]:

@@ -1,4 +1,4 @@
-"""A data set in archives is the same data set: names, sizes, classes, order and pixels equal those of the folders it was packed from."""
+"""A data set in archives has the names, sizes, classes, order and pixels of the folders that it was packed from."""
 
 import io
 import os
@@ -11,11 +11,12 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from repro.core.errors import UserError
-from repro.data.check import Depth, Report
-from repro.data.check_tree import check_imagenet
-from repro.data.imagenet import ImageFolder, train_transform
+from repro.data.check.folders import check_imagenet
+from repro.data.check.sample import Depth
+from repro.data.classification import ImageFolder, train_transform
+from repro.data.findings import PrintAll
 from repro.data.loader import TrainLoader
-from repro.data.manifest import build_manifest
+from repro.data.prepare import scan_manifest
 from repro.data.settings import ExpectedCounts, TransformSettings
 from repro.data.tree import Tree, scan_tree
 
@@ -43,7 +44,7 @@ def add(archive, name, content):
 
 
 def pack(folders, target, layout):
-    """The same images in archives, in an order that is not the sorted one."""
+    """The same images in archives, in another order."""
     for split in ("train", "val"):
         (target / split).mkdir(parents=True)
         files = sorted((folders / split).glob("*/*"), key=lambda path: path.name[::-1])
@@ -69,7 +70,7 @@ LAYOUTS = ["class archives", "class folders", "webdataset"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_archives_equal_the_folders(folders, tmp_path, layout):
     plain, packed = scan_tree(folders, "imagenet"), scan_tree(pack(folders, tmp_path / "packed", layout), "imagenet")
-    assert build_manifest(packed, "imagenet") == build_manifest(plain, "imagenet")
+    assert scan_manifest(tmp_path / "packed", "imagenet") == scan_manifest(folders, "imagenet")
     for index in range(15):
         assert packed.source("train", index).read() == plain.path("train", index).read_bytes()
         assert packed.path("train", index).name == plain.path("train", index).name
@@ -97,11 +98,11 @@ def test_training_continues_in_the_same_order(folders, tmp_path, workers):
 def test_the_listing_is_kept_until_an_archive_changes(folders, tmp_path):
     packed = pack(folders, tmp_path / "packed", "class archives")
     archive = packed / "train" / f"{WNIDS[0]}.tar"
-    before, stamp = scan_tree(packed, "imagenet"), archive.stat()
+    before, stamp = scan_manifest(packed, "imagenet"), archive.stat()
     content = archive.read_bytes()
-    archive.write_bytes(b"x" * len(content))  # of the same size and time: what is kept is taken
+    archive.write_bytes(b"x" * len(content))  # the same size and time: the kept listing is used
     os.utime(archive, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert build_manifest(scan_tree(packed, "imagenet"), "imagenet") == build_manifest(before, "imagenet")
+    assert scan_manifest(packed, "imagenet") == before
     archive.write_bytes(content)
     with tarfile.open(archive, "a") as stream:
         add(stream, "n01440764_99.JPEG", b"more")
@@ -155,7 +156,6 @@ def test_faults_are_named(folders, tmp_path, fault):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_check_reads_archives(folders, tmp_path, layout):
     lines: list[str] = []
-    report = Report(lines.append)
     expected = ExpectedCounts(classes=3, train=15, val=6)
     packed = pack(folders, tmp_path / "packed", layout)
     archive = sorted((packed / "train").glob("*.tar"))[0]
@@ -164,8 +164,19 @@ def test_the_check_reads_archives(folders, tmp_path, layout):
     with open(archive, "r+b") as stream:
         stream.seek(victim.offset_data)
         stream.write(b"no image")
-    check_imagenet(packed, report, Depth(full=True), expected=expected)
-    # three wnids are not the thousand, and one image is damaged
-    errors = [line for line in lines if line.startswith("error") and "cannot be decoded" in line]
-    assert len(errors) == 1 and victim.name.rsplit("/")[-1].split(".")[0] in errors[0], lines
-    assert any(line.startswith("ok") and "train/: 15 images" in line for line in lines), lines
+    check_imagenet(packed, PrintAll(packed, lines.append), Depth(full=True), expected=expected)
+    errors = [line for line in lines if line.startswith("error")]
+    assert len(errors) == 1 and "unreadable image" in errors[0], lines
+    assert f"{archive.relative_to(packed)}/{victim.name.rsplit('/')[-1]}" in errors[0], lines
+    assert "ok       train: 15 images" in lines
+
+
+def test_the_check_reads_on_after_a_damaged_archive(folders, tmp_path):
+    packed = pack(folders, tmp_path / "packed", "class archives")
+    cut(packed), twice(packed)
+    lines: list[str] = []
+    report = PrintAll(packed, lines.append)
+    check_imagenet(packed, report, Depth(full=True), expected=ExpectedCounts(classes=3, train=15, val=6))
+    errors = "\n".join(line for line in lines if line.startswith("error"))
+    assert f"train/{WNIDS[1]}.tar: cut short within" in errors and "is there twice; remove one archive or image" in errors, lines
+    assert not (packed / "train/.shards.npz").exists() and (packed / "val/.shards.npz").exists(), "a faulty listing is not kept"

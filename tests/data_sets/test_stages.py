@@ -10,7 +10,8 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.core.runtime import Runtime
-from repro.data.manifest import open_root, read_manifest
+from repro.data.cells import open_cell
+from repro.data.manifest import read_manifest
 from stages import environment
 from stages.prepare_data import PrepareData, run
 
@@ -33,7 +34,7 @@ def test_digits_end_to_end_and_again(tmp_path):
     assert (metrics["classes"], metrics["train_images"], metrics["val_images"], metrics["departures"]) == (10, 1438, 359, 0)
     manifest = read_manifest(folder / "manifest.json")
     assert manifest.classes == {f"digit_{i}": i for i in range(10)}
-    open_root(tmp_path / "data" / "digits", manifest)
+    assert open_cell(paths, runtime, "digits").open_tree().classes == tuple(manifest.classes)
 
 
 def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
@@ -60,7 +61,8 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
     [
         ({"generate": None}, "generate: needed for kind digits"),
         ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
-        ({"kind": "imagnet"}, "is not one of digits, imagenet, scenes, coco, ade20k, connect; did you mean 'imagenet'"),
+        ({"kind": "imagnet"}, "is not one of digits, imagenet, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'"),
+        ({"expected": None}, "expected: missing; say how many classes and images digits must have"),
         ({"expected": {"classes": 10, "train": 0, "val": 1}}, r"expected\.train: 0 is out of range"),
     ],
 )

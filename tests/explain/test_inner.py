@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401
-from repro.explain.inner import first_chunks, gradient_maps, marked, reconstruction_losses, top_tokens
-from repro.explain.operator import Answer, Operands
+from repro.explain.inner import compute_gradient_maps, compute_reconstruction_losses, find_first_chunks, mark_tokens, select_top_tokens
+from repro.explain.operator import Operands, OverrideTTTLinear
 
 
 def nano(**options):
@@ -24,7 +24,7 @@ def nano(**options):
 
 def calls_of(model, images):
     found = []
-    with torch.no_grad(), Answer(lambda operands, run: found.append(operands) or run(operands)):
+    with torch.no_grad(), OverrideTTTLinear(lambda operands, run: found.append(operands) or run(operands)):
         model(images)
     return found
 
@@ -63,8 +63,8 @@ def test_maps_and_losses_are_those_of_autograd(options):
     norms = torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
     forth = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
     patches = [t for t in range(norms.shape[-1]) if t not in model.prefix_positions(20)]
-    torch.testing.assert_close(gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(reconstruction_losses(model, images), forth.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_reconstruction_losses(model, images), forth.mean(1), rtol=1e-5, atol=1e-5)
     assert norms.max() > 2 * norms.min()  # else a constant map would pass
 
 
@@ -74,32 +74,32 @@ def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unch
     model, images = nano(), torch.randn(3, 3, 48, 48)
     with torch.no_grad():
         alone = model(images)
-        with Answer(lambda operands, run: run(operands)):
+        with OverrideTTTLinear(lambda operands, run: run(operands)):
             assert torch.equal(model(images), alone)
-        with Answer(lambda operands, run: torch.zeros_like(operands.q)):
+        with OverrideTTTLinear(lambda operands, run: torch.zeros_like(operands.q)):
             assert not torch.allclose(model(images), alone)
         assert torch.equal(model(images), alone)
 
 
 def test_batches_do_not_change_a_map():
     model, images = nano(), torch.randn(5, 3, 32, 32)
-    whole = gradient_maps(model, images)
-    torch.testing.assert_close(whole, torch.cat([gradient_maps(model, image[None]) for image in images]))
+    whole = compute_gradient_maps(model, images)
+    torch.testing.assert_close(whole, torch.cat([compute_gradient_maps(model, image[None]) for image in images]))
 
 
 def test_a_model_without_inner_learner_is_refused():
     with pytest.raises(ValueError, match="VisionTransformer has no inner learner"):
-        gradient_maps(timm.create_model("deit_nano_patch16_144").eval(), torch.zeros(1, 3, 144, 144))
+        compute_gradient_maps(timm.create_model("deit_nano_patch16_144").eval(), torch.zeros(1, 3, 144, 144))
 
 
 def test_the_marked_tokens():
     maps = torch.tensor([[5.0, 1, 2, 3, 9], [4, 8, 7, 6, 0]])
     everywhere = torch.ones(2, 5, dtype=torch.bool)
-    assert top_tokens(maps, everywhere).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]
+    assert select_top_tokens(maps, everywhere).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]
     within = everywhere.clone()
     within[1, 1:] = False
-    assert top_tokens(maps, within).nonzero().tolist() == [[0, 0], [0, 4]]
-    assert not top_tokens(maps, ~everywhere).any()
+    assert select_top_tokens(maps, within).nonzero().tolist() == [[0, 0], [0, 4]]
+    assert not select_top_tokens(maps, ~everywhere).any()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_marked_tokens():
 )
 def test_first_chunks_are_counted_from_both_ends_with_class_tokens(options, expected):
     model = nano(**options)
-    first = first_chunks(model, (3, 5))
+    first = find_first_chunks(model, (3, 5))
     assert first.int().tolist() == expected
-    later = marked(model, torch.rand(1, 2, 3, 5))["later"]
+    later = mark_tokens(model, torch.rand(1, 2, 3, 5))["later"]
     assert not (later & first).any() and int(later.sum()) == round(0.3 * int((~first).sum()))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import repro.models  # noqa: F401
 from kernels import ttt_linear, ttt_linear_bidir
-from repro.explain.operator import Answer, Operands
+from repro.explain.operator import Operands, OverrideTTTLinear
 from repro.explain.probes import Probe, inner_loop
 
 B, T, H, D, CHUNK = 2, 11, 3, 8, 4  # a short last chunk
@@ -77,21 +77,21 @@ def test_a_probe_reaches_every_layer_and_one_step_changes_nothing():
     model, images = timm.create_model("vittt_nano_patch16_144", num_classes=3).eval(), torch.randn(2, 3, 48, 48)
     with torch.inference_mode():
         alone = model(images)
-        with Answer(Probe("steps=1")):
+        with OverrideTTTLinear(Probe("steps=1")):
             torch.testing.assert_close(model(images), alone)
-        with Answer(Probe("ascent")):
+        with OverrideTTTLinear(Probe("ascent")):
             assert not torch.allclose(model(images), alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["steps", "steps=0", "steps=-1", "steps=two", "ascent=1", "descent", ""])
 def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match="there are steps=K, ascent, q_is_k"):
+    with pytest.raises(ValueError, match="known: steps=K, ascent, q_is_k"):
         Probe(name)
 
 
 def test_a_model_without_inner_learner_has_nothing_to_probe():
     probe = Probe("ascent")
-    with torch.no_grad(), Answer(probe):
+    with torch.no_grad(), OverrideTTTLinear(probe):
         timm.create_model("deit_nano_patch16_144").eval()(torch.zeros(1, 3, 144, 144))
     with pytest.raises(ValueError, match="no inner learner"):
         probe.inner_losses()

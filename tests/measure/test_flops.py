@@ -7,9 +7,9 @@ import torch
 from timm.layers import use_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from repro.measure import build, terms
+from repro.measure import build
 from repro.measure.flops import OperatorCounter, cost, counted_macs, saved_percent
-from repro.models.ttt_mixer import DESIGNS, W0_MODES
+from repro.models.ttt_mixer import DESIGNS, W0_MODES, ttt_linear_macs
 from repro.models.vittt import POOLS
 
 NANO, TINY, DEIT = "vittt_nano_patch16_144", "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
@@ -49,11 +49,11 @@ def test_parameter_terms_add_up_to_the_model(name, chunk_size):
     ],
 )
 def test_parameters_of_the_published_models(name, options, million):
-    assert round(cost(name, options, (224, 224)).params / 1e6, 3) == million
+    assert round(cost(name, options, (224, 224)).num_params / 1e6, 3) == million
 
 
 def test_a_frozen_initial_state_is_no_parameter():
-    learned, frozen = (cost(TINY, {"w0": w0}, (224, 224)).params for w0 in ("per_direction", "frozen"))
+    learned, frozen = (cost(TINY, {"w0": w0}, (224, 224)).num_params for w0 in ("per_direction", "frozen"))
     assert learned - frozen == 12 * 2 * 3 * 64 * 64
 
 
@@ -84,9 +84,9 @@ def test_ragged_tail_agrees_with_the_formula_registered_for_the_op(options):
 
 def test_inner_learner_by_hand():
     # 5 tokens in chunks of 2, 2 and 1, one head of 3: 3·5·3² for K·W, Q·W and the update, 2·3·(4 + 4 + 1) for Q·Kᵀ and A·G
-    assert terms.ttt_linear_macs(5, 1, 3, 2) == 135 + 54
-    assert terms.ttt_linear_macs(5, 2, 3, 0) == 2 * (135 + 2 * 3 * 25)
-    assert terms.ttt_linear_macs(5, 1, 3, 64) == 135 + 2 * 3 * 25
+    assert ttt_linear_macs(5, 1, 3, 2) == 135 + 54
+    assert ttt_linear_macs(5, 2, 3, 0) == 2 * (135 + 2 * 3 * 25)
+    assert ttt_linear_macs(5, 1, 3, 64) == 135 + 2 * 3 * 25
 
 
 def test_equation_14():
@@ -140,7 +140,7 @@ def test_deit_closed_form_equals_the_counters(resolution):
 )
 def test_other_models_are_counted_on_unfused_attention(name):
     counted = cost(name, {}, (224, 224))
-    assert counted.params == sum(p.numel() for p in build.create(name, {}, (224, 224)).parameters())
+    assert counted.num_params == sum(p.numel() for p in build.create(name, {}, (224, 224)).parameters())
     assert counted.macs == torch_macs(name, {}, (224, 224))
 
 

@@ -9,36 +9,19 @@ import torch.nn.functional as F
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
-import repro.models  # noqa: F401  registers the models
-from repro.models.adapter import (
-    AdapterSize,
-    ConvFFN,
-    DeformableAttention,
-    Extractor,
-    SpatialPrior,
-    ViTAdapter,
-    build_adapter,
-    reference_points,
-)
-from repro.models.registry import as_plain_backbone
+from repro.models.adapter import AdapterSize, ConvFFN, DeformableAttention, Extractor, SpatialPrior, ViTAdapter, reference_points
+from repro.models.plain_vit import as_plain_backbone
+from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
+from tests.models.helpers import shaken
 
 FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3")
 SIZE = AdapterSize(num_heads=2, prior_channels=4)
 
 
-def nano(family: str = "vittt", *, seed: int = 0, options: dict | None = None, **kwargs) -> ViTAdapter:
-    torch.manual_seed(seed)
-    return build_adapter(f"{family}_nano_patch16_144", options=options, **kwargs).eval()
-
-
-def shaken(module: nn.Module) -> nn.Module:
-    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return module
+def nano(family: str = "vittt", *, options: dict | None = None, **kwargs) -> ViTAdapter:
+    torch.manual_seed(0)
+    return build_pyramid(f"{family}_nano_patch16_144", options=options, **kwargs).eval()
 
 
 def block_outputs(adapter: ViTAdapter) -> list:
@@ -59,7 +42,7 @@ def test_parameters_as_published(size, width, own):
     totals = {}
     for family in FAMILIES:
         with torch.device("meta"):
-            adapter = build_adapter(f"{family}_{size}_patch16_224")
+            adapter = build_pyramid(f"{family}_{size}_patch16_224")
         assert adapter.embed_dim == width and count(adapter) - count(adapter.backbone) == own
         totals[family] = count(adapter)
     vittt, vrwkv, vit = {
@@ -331,7 +314,7 @@ class _Detector(nn.Module):
 def test_layer_decay(family, wrapped):
     """Section 2.3: rate^(last - id), id 0 the embeddings, i + 1 block i, and the last everything else."""
     with torch.device("meta"):
-        adapter = build_adapter(f"{family}_tiny_patch16_224")
+        adapter = build_pyramid(f"{family}_tiny_patch16_224")
     model = _Detector(adapter) if wrapped else adapter
     scales = {id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.85) for p in group["params"]}
     depth = adapter.depth
@@ -389,10 +372,9 @@ def test_backends_agree():
 @pytest.mark.parametrize(
     "name, options, kwargs, message",
     [
-        ("resnet10t", {}, {}, "no plain backbone"),
         ("vittt_nano_patch16_144", {"embed_dim": 128, "num_heads": 2}, {}, "width 128"),
-        ("vittt_nano_patch16_144", {"depth": 3}, {}, "there are 16 and 3"),
-        ("vittt_nano_patch16_144", {"patch_size": 8}, {}, "there are 8 and 4"),
+        ("vittt_nano_patch16_144", {"depth": 3}, {}, "patches of 16 pixels and 3 blocks"),
+        ("vittt_nano_patch16_144", {"patch_size": 8}, {}, "patches of 8 pixels and 4 blocks"),
         ("vittt_nano_patch16_144", {}, {"features": "every"}, "'every'"),
         ("deit_nano_patch16_144", {"reg_tokens": 2}, {}, "register tokens"),
         ("vittt_nano_patch16_14", {}, {}, "did you mean"),
@@ -400,4 +382,4 @@ def test_backends_agree():
 )
 def test_what_does_not_fit_is_refused(name, options, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        build_adapter(name, options=options, **kwargs)
+        build_pyramid(name, options=options, **kwargs)

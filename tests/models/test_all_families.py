@@ -7,9 +7,9 @@ import timm
 import torch
 import torch.nn.functional as F
 
-import repro.models  # noqa: F401  registers the models
-from repro.models.backbone import remove_tokens
-from repro.models.registry import PlainBackbone, PlainViT, as_plain_backbone
+from repro.models.backbone import PlainBackbone, remove_tokens
+from repro.models.plain_vit import PlainViT, as_plain_backbone
+from tests.models.helpers import nano, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
 OWN = "vittt", "vim", "vrwkv", "vit3"
@@ -33,16 +33,6 @@ each_family = pytest.mark.parametrize(("family", "options"), named(FAMILIES))
 each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
 
 
-def nano(family: str, **options) -> torch.nn.Module:
-    """A model whose parameters are off their initial values, so that zeros and ones hide nothing."""
-    torch.manual_seed(0)
-    model = timm.create_model(f"{family}_nano_patch16_144", **{"num_classes": 10, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
-
-
 def gradients(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(image).square().sum().backward()
@@ -58,7 +48,7 @@ def test_registered_names():
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
 def test_any_grid_and_the_protocol(family, options, size):
     """Going through the parts is going through the model, and what is taken out between blocks is what passes there."""
-    model = nano(family, **options)
+    model = shaken(nano(family, **options))
     image, grid = torch.randn(2, 3, *size), (size[0] // 16, size[1] // 16)
     backbone = as_plain_backbone(model)
     assert isinstance(backbone, PlainBackbone) and (backbone is model or isinstance(backbone, PlainViT))
@@ -80,12 +70,12 @@ def test_any_grid_and_the_protocol(family, options, size):
 @pytest.mark.parametrize("size", [(143, 144), (8, 144), (144, 150)])
 def test_sizes_off_the_patch_grid_are_refused(family, size):
     with pytest.raises(ValueError, match="multiples of the patch size 16"):
-        nano(family, depth=1)(torch.randn(1, 3, *size))
+        shaken(nano(family, depth=1))(torch.randn(1, 3, *size))
 
 
 @pytest.mark.parametrize("family", ["vittt", "vrwkv"])
 def test_position_embedding_is_resampled_bicubically_without_antialias(family):
-    model = nano(family)
+    model = shaken(nano(family))
     with torch.no_grad():
         tokens, _ = model.embed(torch.zeros(1, 3, 80, 48))
     table = model.pos_embed.reshape(1, 9, 9, 64).permute(0, 3, 1, 2)
@@ -103,7 +93,7 @@ def test_features_only_agrees_with_feature_info(family, options):
 
 @each_variant
 def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(family, options):
-    model = nano(family, **options).train()
+    model = shaken(nano(family, **options)).train()
     image = torch.randn(2, 3, 64, 80)
     plain = gradients(model, image)
     model.set_grad_checkpointing(True)
@@ -116,7 +106,7 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(famil
 @each_variant
 def test_every_parameter_has_a_layer(family, options):
     """For learning rates that decay from layer to layer."""
-    model = nano(family, **options)
+    model = shaken(nano(family, **options))
     names = [name for name, _ in model.named_parameters()]
     groups = timm.models.group_parameters(model, model.group_matcher())
     assert sorted(name for group in groups.values() for name in group) == sorted(names)
@@ -125,7 +115,7 @@ def test_every_parameter_has_a_layer(family, options):
 
 @pytest.mark.parametrize("family", ["vittt", "vim", "vrwkv"])
 def test_backend_is_set_and_named(family):
-    model = nano(family)
+    model = shaken(nano(family))
     assert model.selected_backend(torch.float32) == "torch"
     image = torch.randn(1, 3, 48, 32)
     with torch.no_grad():
@@ -138,7 +128,7 @@ def test_backend_is_set_and_named(family):
 @each_variant
 def test_an_image_alone_and_in_a_batch(family, options):
     """What is learned at test time is learned from one image: the state begins anew for each, and nothing stays in the model."""
-    model = nano(family, **options)
+    model = shaken(nano(family, **options))
     images = torch.randn(3, 3, 144, 144)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
@@ -151,13 +141,13 @@ def test_an_image_alone_and_in_a_batch(family, options):
 @each_variant
 def test_no_gradient_crosses_from_image_to_image(family, options):
     images = torch.randn(3, 3, 64, 80, requires_grad=True)
-    nano(family, **options)(images)[1].sum().backward()
+    shaken(nano(family, **options))(images)[1].sum().backward()
     assert images.grad[1].abs().min(dim=0).values.max() > 0
     assert not images.grad[[0, 2]].any()
 
 
 def assert_compiled_equals_eager(family, options, backend):
-    model = nano(family, depth=1, **options)
+    model = shaken(nano(family, depth=1, **options))
     image = torch.randn(2, 3, 32, 48)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(image), model(image))

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-import repro.models  # noqa: F401
 from repro.core.errors import UserError
 from repro.models.backbone import Backbone
 from repro.models.vit3 import ViT3
 from repro.models.weights import load_official, read_official
+from tests.models.helpers import nano
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +115,8 @@ def test_how_many_more_are_counted(release):
 
 
 def test_a_family_without_official_weights():
-    with pytest.raises(UserError, match="VisionTransformer: no official weights are known"):
-        load_official(timm.create_model("deit_tiny_patch16_224", depth=1), {})
+    with pytest.raises(UserError, match="Vittt: no official weights are known"):
+        load_official(nano("vittt", depth=1), {})
 
 
 @pytest.mark.parametrize(
@@ -126,8 +125,8 @@ def test_a_family_without_official_weights():
         ([torch.zeros(1)], "holds no state dict"),
         ({}, "holds no state dict"),
         ({"model": {"lr": 0.1}}, "holds no state dict"),
-        ({"backbone.x": torch.zeros(1), "x": torch.zeros(1)}, "names that differ by a prefix"),
-        ({"model": {}, "folder": Path("x")}, r"holds objects of pathlib\.\S+, which are not loaded from a file"),
+        ({"backbone.x": torch.zeros(1), "x": torch.zeros(1)}, "the weights of two models, under names that differ only by a prefix"),
+        ({"model": {}, "folder": Path("x")}, r"holds objects of pathlib\.\S+, which are never loaded from a file"),
     ],
 )
 def test_files_of_something_else_are_one_line(tmp_path, content, message):

@@ -9,32 +9,14 @@ import timm
 import torch
 import torch.nn.functional as F
 
-import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.measure.flops import cost
-from repro.models.vim import Vim, VimMixer, official_state_dict
+from repro.models.vim import VimMixer, official_state_dict
 from repro.models.weights import load_official
+from tests.models.helpers import nano, relative, shaken
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vim_mixer.npz"
 WIDTHS = {"tiny": 192, "small": 384, "base": 768}
-
-
-def nano(**options) -> Vim:
-    torch.manual_seed(0)
-    return timm.create_model("vim_nano_patch16_144", **{"num_classes": 10, **options}).eval()
-
-
-def shaken(model: torch.nn.Module) -> torch.nn.Module:
-    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return model
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -58,7 +40,7 @@ def test_official_mixer(backend):
 def test_parameters_and_macs_of_the_published_sizes(size, params, dense_g):
     """Dense multiply-adds at 224 as published, and 4·T·E·N of the scan in each direction and block."""
     counted = cost(f"vim_{size}_patch16_224", {}, (224, 224))
-    assert counted.params == params
+    assert counted.num_params == params
     scan = 24 * 2 * 4 * 197 * 2 * WIDTHS[size] * 16
     assert f"{(counted.macs - scan) / 1e9:.3f}" == dense_g
 
@@ -100,7 +82,7 @@ def test_mixer_by_hand():
 
 def test_model_as_the_release_runs_it():
     """(h, r) carried side by side: r ← r + h, y = RMSNorm(r), h ← Mixer(y); the class token's feature after the last sum."""
-    model = shaken(nano(depth=3)).double()
+    model = shaken(nano("vim", depth=3)).double()
     image = torch.randn(2, 3, 144, 144, dtype=torch.float64)
 
     def rms(x, norm):
@@ -119,7 +101,7 @@ def test_model_as_the_release_runs_it():
 
 def test_drop_path_grows_over_the_branches():
     """The release's list, [0] + linspace(0, p), belongs to the sums in front of the norms, the last one after all blocks."""
-    model = nano(drop_path_rate=0.3)
+    model = nano("vim", drop_path_rate=0.3)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
 
@@ -139,7 +121,7 @@ def test_official_names():
 
 
 def test_weights_in_official_names_load_strictly():
-    model, other = shaken(nano()), nano()
+    model, other = shaken(nano("vim")), nano("vim")
     ours_to_official = {"blocks.": "layers.", "patch_embed.": "patch_embed.proj.", "norm.": "norm_f."}
     official = {}
     for key, value in model.state_dict().items():
@@ -176,12 +158,12 @@ def test_initialisation():
 
 def test_weight_decay():
     """Vectors and biases aside, which every family exempts, only the embeddings: A_log and A_b_log decay."""
-    assert nano().no_weight_decay() == {"pos_embed", "cls_token"}
+    assert nano("vim").no_weight_decay() == {"pos_embed", "cls_token"}
 
 
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
 def test_any_grid(size):
-    model = shaken(nano())
+    model = shaken(nano("vim"))
     image = torch.randn(2, 3, *size)
     h, w = size[0] // 16, size[1] // 16
     with torch.no_grad():
@@ -196,7 +178,7 @@ def test_any_grid(size):
 
 def test_positions_on_another_grid():
     """The patches' positions are resampled; the class token's own stays, and moves to the new middle."""
-    model = shaken(nano())
+    model = shaken(nano("vim"))
     with torch.no_grad():
         tokens, grid = model.embed(torch.zeros(1, 3, 80, 48))
         table = torch.cat([model.pos_embed[:, :40], model.pos_embed[:, 41:]], 1).mT.reshape(1, 64, 9, 9)
@@ -209,7 +191,7 @@ def test_positions_on_another_grid():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_residual_stream_is_fp32(dtype):
     """Under autocast, and with weights of bf16."""
-    model = nano().to(dtype)
+    model = nano("vim").to(dtype)
     image = torch.randn(1, 3, 32, 32).to(dtype)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         tokens, grid = model.embed(image)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import repro.models  # noqa: F401  registers the models
-from repro.engine.optim import build_optimizer
-from repro.engine.params import OptimParams
 from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
+from repro.training.optim import build_optimizer
+from repro.training.params import OptimParams
+from tests.models.helpers import nano, relative
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -24,16 +24,6 @@ def read(name: str) -> dict[str, Tensor]:
 
 def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def relative(ours: Tensor, truth: Tensor) -> float:
-    assert ours.shape == truth.shape
-    return ((ours.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
-
-
-def nano(**options) -> ViT3:
-    torch.manual_seed(0)
-    return timm.create_model("vit3_nano_patch16_144", **{"num_classes": 10, **options}).eval()
 
 
 def test_block_equals_the_official_release():
@@ -143,7 +133,7 @@ def test_the_inner_step_is_fp32_under_autocast(dtype):
 
 
 def test_low_precision_parameters_run_without_autocast():
-    model = nano().bfloat16()
+    model = nano("vit3").bfloat16()
     assert model(torch.randn(1, 3, 32, 48).bfloat16()).dtype == torch.bfloat16
 
 
@@ -166,7 +156,7 @@ def test_parameters_of_the_sizes(size, C, heads, count):
 
 def test_rows_and_columns_are_told_apart():
     """An image and its transpose differ by the transposed grid alone, when every 3x3 window and the patches are symmetric."""
-    model = nano().double()
+    model = nano("vit3").double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 4 and not name.endswith(("w1", "w2")):
@@ -188,7 +178,7 @@ def test_initialisation():
 
 
 def test_stochastic_depth_grows_from_0_and_spares_the_convolution():
-    model = nano(drop_path_rate=0.3)
+    model = nano("vit3", drop_path_rate=0.3)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
     block = model.blocks[3].train()
@@ -200,7 +190,7 @@ def test_stochastic_depth_grows_from_0_and_spares_the_convolution():
 
 
 def test_weight_decay_falls_on_matrices_and_fast_weights_alone():
-    model = nano()
+    model = nano("vit3")
     optimizer = build_optimizer(model, OptimParams(lr=1e-3), 512)
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     for name, parameter in model.named_parameters():
@@ -210,4 +200,4 @@ def test_weight_decay_falls_on_matrices_and_fast_weights_alone():
 
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ValueError, match="embed_dim 64 is not a multiple of num_heads 3"):
-        nano(num_heads=3)
+        nano("vit3", num_heads=3)

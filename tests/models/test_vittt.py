@@ -7,25 +7,10 @@ import timm
 import torch
 import torch.nn.functional as F
 
-import repro.models  # noqa: F401  registers the models
 from repro.models.backbone import insert_tokens, remove_tokens
 from repro.models.ttt_mixer import DESIGNS, TTTMixer
 from repro.models.vittt import Vittt, class_positions
-
-
-def nano(**options) -> Vittt:
-    torch.manual_seed(0)
-    return timm.create_model("vittt_nano_patch16_144", **{"num_classes": 10, **options}).eval()
-
-
-def shaken(model: torch.nn.Module) -> torch.nn.Module:
-    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return model
-
+from tests.models.helpers import nano, shaken
 
 # by hand from section 6 of the arithmetic: T=192, 12 layers, 3 heads of 64, chunk 16
 D, L, HEADS, CHUNK = 192, 12, 3, 16
@@ -63,7 +48,7 @@ def test_parameters_of_the_sizes(size, millions):
 
 @pytest.mark.parametrize(("mode", "states"), [("per_direction", 2), ("shared", 1), ("frozen", 0)])
 def test_w0_modes_differ_by_their_learned_states(mode, states):
-    model = nano(w0=mode)
+    model = nano("vittt", w0=mode)
     learned = sum(p.numel() for name, p in model.named_parameters() if name.endswith("mixer.W0"))
     assert learned == 4 * states * 64 * 64
     assert all(block.mixer.W0.std() > 0.015 for block in model.blocks)
@@ -131,7 +116,7 @@ def test_mixer_equals_algorithm_1_by_hand(design, chunk_size, w0):
 
 
 def test_block_is_equation_9_with_the_convolution_on_the_stream():
-    model = shaken(nano()).double()
+    model = shaken(nano("vittt")).double()
     block = model.blocks[1]
     x = torch.randn(2, 12, 64, dtype=torch.float64)
     y = x + F.conv2d(x.mT.reshape(2, 64, 3, 4), block.dwconv.weight, padding=1, groups=64).flatten(2).mT
@@ -158,12 +143,12 @@ def test_class_tokens_sit_where_table_4_says(pool, num_patches, positions):
 
 @pytest.mark.parametrize("pool", ["head", "mid", "double"])
 def test_class_tokens_skip_the_convolution(pool):
-    block = shaken(nano(pool=pool)).blocks[0]
+    block = shaken(nano("vittt", pool=pool)).blocks[0]
     positions = class_positions(pool, 12)
     x = torch.randn(2, 12 + len(positions), 64)
     out = block._convolve(x, (3, 4))
     assert (out[:, list(positions)] == 0).all()
-    plain = shaken(nano()).blocks[0]
+    plain = shaken(nano("vittt")).blocks[0]
     plain.dwconv.load_state_dict(block.dwconv.state_dict())
     patches = remove_tokens(x, positions)
     torch.testing.assert_close(remove_tokens(out, positions), plain._convolve(patches, (3, 4)))
@@ -180,7 +165,7 @@ def test_pooling_strategies_by_hand():
 @pytest.mark.parametrize("option", [{"design": "conv3d"}, {"pool": "avg"}, {"w0": "learned"}, {"chunk_size": -1}])
 def test_unknown_options_are_refused(option):
     with pytest.raises(ValueError, match=next(iter(option))):
-        nano(**option)
+        nano("vittt", **option)
 
 
 def test_initialisation():
@@ -204,7 +189,7 @@ def test_initialisation():
 
 
 def test_weight_decay_exemptions():
-    model = nano(pool="head")
+    model = nano("vittt", pool="head")
     exempt = model.no_weight_decay()
     assert {
         "pos_embed",
@@ -218,7 +203,7 @@ def test_weight_decay_exemptions():
 
 
 def test_reset_classifier():
-    model = nano()
+    model = nano("vittt")
     model.reset_classifier(7)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
     model.reset_classifier(0)

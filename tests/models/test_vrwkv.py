@@ -9,28 +9,14 @@ import timm
 import torch
 import torch.nn.functional as F
 
-import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.measure.flops import counted_macs
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
 from repro.models.weights import load_official
+from tests.models.helpers import nano, relative, shaken
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_model.npz"
 OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: what the operator's formula counts, what the paper's script adds
-
-
-def nano(**options) -> VRWKV:
-    torch.manual_seed(0)
-    return timm.create_model("vrwkv_nano_patch16_144", **{"num_classes": 10, **options}).eval()
-
-
-def shaken(model: torch.nn.Module) -> torch.nn.Module:
-    """Move every parameter off its initial value, so that zeros and ones hide nothing."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return model
 
 
 @pytest.mark.parametrize(
@@ -60,8 +46,7 @@ def test_official_feature_map(backend):
     model.set_backend(backend)
     with torch.no_grad():
         _, (feature_map,) = model.forward_intermediates(data["x"], indices=1, norm=True)
-    error = (feature_map - data["feature_map"]).abs().max() / data["feature_map"].abs().max()
-    assert error < 2e-6
+    assert relative(feature_map, data["feature_map"]) < 2e-6
 
 
 def test_official_names():
@@ -69,7 +54,7 @@ def test_official_names():
     ours = ("blocks.0.ln1.weight", "patch_embed.bias", "norm.bias", "pos_embed", "head.weight")
     assert tuple(official_state_dict(dict.fromkeys(theirs, torch.zeros(1)))) == ours
     with pytest.raises(UserError, match="cls_token not used"):
-        load_official(model := nano(), model.state_dict() | {"cls_token": torch.zeros(1)})
+        load_official(model := nano("vrwkv"), model.state_dict() | {"cls_token": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("C", [8, 10])
@@ -108,7 +93,7 @@ def channel_by_hand(ffn, x, grid):
 @pytest.mark.parametrize("post_norm", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
 def test_block_by_hand(post_norm, number):
-    block = shaken(nano(post_norm=post_norm)).double().blocks[number]
+    block = shaken(nano("vrwkv", post_norm=post_norm)).double().blocks[number]
     grid = (3, 5)
     x = torch.randn(2, 15, 64, dtype=torch.float64)
 
@@ -160,7 +145,7 @@ def test_initial_positions_head_and_layer_scale():
 
 
 def test_weight_decay_exemptions():
-    model = nano(post_norm=True)
+    model = nano("vrwkv", post_norm=True)
     exempt = model.no_weight_decay()
     assert {"norm.weight", "head.bias", "patch_embed.bias", "blocks.0.ln0.weight", "blocks.3.ln2.bias"} <= exempt
     assert not any(name.endswith(("decay", "first", "gamma1", "pos_embed", "mix_k", "key.weight")) for name in exempt)

@@ -1,4 +1,4 @@
-"""Figures in the paper's order, pictures with their origin, and what is not there said with its command."""
+"""Figures in the paper's order, pictures with their origin, and the commands that make what is missing."""
 
 import re
 from pathlib import Path
@@ -6,20 +6,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from repro.report.gallery import FIGURES
-from repro.report.sources import missing_cells
-from repro.report.tables import tables_md
+from repro.papers.vision_ttt.figures import FIGURES
+from repro.report.records import find_missing_records
 
 # the paper's captions, in its order; Fig. 2, 4 and 5 are diagrams
 PAPER = ["1", "2", "3", "4", "5", "6", "7a", "7b", "8", "9", "10", "11"]
 
 
-def page(checkout) -> str:
-    return tables_md(checkout.ledger, checkout.judge(), checkout.results(), "mini")
-
-
 def figures(checkout) -> dict[str, str]:
-    section = page(checkout).split("\n## Figures\n")[1].split("\n## ")[0]
+    section = checkout.page().split("\n## Figures\n")[1].split("\n## ")[0]
     _, *parts = re.split(r"(?m)^### Fig\. (\w+)\n", section)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -39,13 +34,13 @@ def test_every_figure_of_the_paper_stands_in_its_order(checkout):
 
 
 def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(checkout):
-    checkout.record("visualize", {"images": 8}, device=checkout.CPU)
+    checkout.record("visualize", {"val_images": 8}, device=checkout.CPU)
     checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
     drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png"}
     for name in drawn.values():
         draw(checkout, name)
     found = figures(checkout)
-    origin = {"8": f"{checkout.CPU}; the `mini` profile", "6": f"{checkout.H200}; run by hand"}
+    origin = {"8": f"{checkout.CPU}; the mini profile", "6": f"{checkout.H200}; run by hand"}
     for number, name in drawn.items():
         assert f"]({name})\n\n`{name}`: {origin[number]}" in found[number]
         assert "Not drawn yet" not in found[number]
@@ -63,7 +58,7 @@ def test_examples_stand_in_a_row_for_each_run(checkout):
     for run in ("detect/a", "measured/gpu/segment/b"):
         for name in ("1", "a b"):
             draw(checkout, f"{run}/examples/{name}.png")
-    text = page(checkout).split("\n## Example pictures\n")[1].split("\n## ")[0]
+    text = checkout.page().split("\n## Example pictures\n")[1].split("\n## ")[0]
     rows = [line for line in text.splitlines() if "![" in line]
     assert [row.count("![") for row in rows] == [2, 2]
     assert "](detect/a/examples/a%20b.png)" in rows[0] and "](measured/gpu/segment/b/examples/1.png)" in rows[1]
@@ -79,14 +74,18 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
         "  count:\n    cmd: repro count\n    metrics:\n    - results/count/metrics.json: {cache: false}\n"
         "  report: {cmd: repro report}\n",
     )
-    assert [command for _, command in missing_cells(checkout.paths)] == ["repro train --cell a", "repro train --cell b", "repro count"]
+    assert [command for _, command in find_missing_records(checkout.paths)] == [
+        "repro train --cell a",
+        "repro train --cell b",
+        "repro count",
+    ]
     checkout.record("train/a", {})
     checkout.record("count", {})
-    assert missing_cells(checkout.paths) == [("results/train/b/metrics.json", "repro train --cell b")]
-    text = page(checkout).split("\n## Missing cells\n")[1].split("\n## ")[0]
-    assert "| `results/train/b/metrics.json` | `repro train --cell b` |" in text and "1 records" not in text
+    assert find_missing_records(checkout.paths) == [("results/train/b/metrics.json", "repro train --cell b")]
+    text = checkout.page().split("\n## Missing cells\n")[1].split("\n## ")[0]
+    assert "| `results/train/b/metrics.json` | `repro train --cell b` |" in text and text.count("| `results/") == 1
     checkout.record("train/b", {})
-    assert "Missing cells" not in page(checkout)
+    assert "Missing cells" not in checkout.page()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
 )
 def test_every_place_of_the_paper_has_what_checks_it(checkout, place):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
-    text = page(checkout).split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
+    text = checkout.page().split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith(f"| {place}")]
     assert rows and all(row[3].startswith(("`repro ", "`pytest ", "none")) for row in rows)
     tests = {path for row in rows for path in re.findall(r"`pytest ([\w/]+)", row[3])}
@@ -104,6 +103,6 @@ def test_every_place_of_the_paper_has_what_checks_it(checkout, place):
 
 
 def test_every_entry_of_the_ledger_is_in_the_index(checkout):
-    text = page(checkout).split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
+    text = checkout.page().split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
     counted = sum(int(number) for number in re.findall(r"(\d+) (?:matched|differs|not measured|paper inconsistent)", text))
     assert counted == len(checkout.ledger.entries)

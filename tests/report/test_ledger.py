@@ -34,8 +34,8 @@ def test_the_papers_text_has_the_tables_sizes():
 def test_every_number_of_the_tables_is_in_the_ledger_as_printed(ledger, table):
     (about,) = [t for t in ledger.tables if t.id == table]
     assert (len(about.rows), len(about.columns)) == SIZES[table]
-    ours = [[ledger.entries[f"{table}.{row}.{column}"].printed for column in about.columns] for row in about.rows]
-    labels = [label.partition(" (")[0] if table == "table1" else label for label in about.rows.values()]
+    ours = [[ledger.entries[f"{table}.{row}.{column}"].printed for column in about.columns] for row in about.records]
+    labels = [label.partition(" (")[0] if table == "table1" else label for label in about.labels.values()]
     expected = [(label, numbers) for name, label, numbers in paper_rows() if name == table]
     assert list(zip(labels, ours, strict=True)) == expected
 
@@ -97,13 +97,15 @@ def test_places_name_row_and_column(ledger):
     assert ledger.entries["table2_ade20k.vim_b.miou_percent"].place == "Table 2 (right), row Vim-B, column mIoU"
 
 
+def test_places_are_named_once_and_with_a_capital(ledger):
+    assert ledger.entries["eq13.vim"].places == ("Eq. 13", "Appendix B")
+    assert ledger.entries["table2_ade20k.vim_b.miou_percent"].places == ("Table 2 (right)",)
+    assert ledger.entries["text.fig7a.chunk"].places == ("Section 5.4", "Fig. 7a")
+
+
 BASE = """
 paper: {title: t, version: v, speed_device: d, speed_batch: 1}
-own_families: [a]
-default_options: {}
-tables: []
-relations: []
-text:
+claims:
 """
 NUMBER = "  - {id: x.y, place: p, says: s, kind: count, values: {a: {printed: 1.0, equals: 1 + 0%s}}}\n"
 
@@ -112,19 +114,20 @@ NUMBER = "  - {id: x.y, place: p, says: s, kind: count, values: {a: {printed: 1.
     ("text", "error", "message"),
     [
         (NUMBER % ", prnted: 3", UserError, "prnted.*did you mean 'printed'"),
-        (NUMBER % "" * 2, ValueError, "x.y_a stands twice"),
+        (NUMBER % "" * 2, ValueError, "x.y_a is there twice"),
         (NUMBER % " + no.such", ValueError, "x.y_a: no entry no.such"),
-        ("  - {id: x.y, place: p, says: s, kind: statement}\n", ValueError, "x.y: neither `ours` nor a reason"),
+        (NUMBER % " +", ValueError, "not an expression of the ledger: 1 \\+ 0 \\+"),
+        ("  - {id: x.y, place: p, says: s, kind: statement}\n", ValueError, "x.y: has neither `ours` nor a reason"),
     ],
 )
 def test_a_mistake_in_the_ledger_is_an_error(tmp_path, text, error, message):
-    file = tmp_path / "paper.yaml"
+    file = tmp_path / "ledger.yaml"
     file.write_text(BASE + text, encoding="utf-8")
     with pytest.raises(error, match=message):
         load_ledger(file)
 
 
 def test_printed_digits_survive_reading(tmp_path):
-    file = tmp_path / "paper.yaml"
+    file = tmp_path / "ledger.yaml"
     file.write_text(BASE + NUMBER % "", encoding="utf-8")
     assert load_ledger(file).entries["x.y_a"].printed == "1.0"

@@ -1,24 +1,23 @@
 """A sweep on the page: its matrices, its comparisons and withheld ratios, and what does not count twice."""
 
-import re
-
 from repro.core.record import write_record
-from stages.efficiency_sweep import conclude
+from repro.report.markdown import render_blocks
+from repro.report.measured import speed_and_memory
 
 CPU = "cpu: Made-up, 2 threads"
-VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_patch16_224"
+VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 
 
-def row(model, attention, side, latency, memory, *, status="ok", run=1, compile=False):
+def row(model, attention, size, latency, memory, *, status="ok", run=1, compile=False):
     return {
-        "row": f"{model}@{side}",
+        "row": f"{model}@{size}",
         "model": model,
         "options": {},
         "attention": attention,
         "attention_reason": "none to choose",
         "attention_kernel": "flash",
-        "resolution": [side, side],
-        "batch": 1,
+        "image_size": [size, size],
+        "batch_size": 1,
         "dtype": "fp32",
         "device": CPU,
         "mode": "infer",
@@ -30,37 +29,52 @@ def row(model, attention, side, latency, memory, *, status="ok", run=1, compile=
         "latency_ms_ci95": None,
         "throughput_img_per_s": None if latency is None else 1e3 / latency,
         "peak_memory_mib": memory,
-        "macs_g": side**2 / 1e5,
-        "params": 7,
+        "macs_g": size**2 / 1e5,
+        "num_params": 7,
         "run": run,
         "samples_ms": [],
     }
 
 
-def section(checkout, rows, gates):
-    from repro.report.tables import _efficiency
+GROUP = {"batch_size": 1, "dtype": "fp32", "mode": "infer", "compile": False}
+RATIO = {"size": "T", "image_size": 512, "speedup": 4.0, "memory_saved_percent": 73.8, "crossover": "from", "crossover_image_size": 440.4}
+NO_RATIO = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
+POWERS = {"macs_exponent": 1.0, "latency_exponent": 1.123, "memory_exponent": 0.5}
 
+
+def section(checkout, rows, **concluded):
+    """The section of a sweep whose record holds these rows, and what the sweep concludes from them."""
     identity = {"device": CPU, "dtype": "fp32", "backend": "torch"}
-    metrics = {"rows": rows, "left_out": [], "gates": gates, **conclude(rows, gates)}
+    metrics = {"rows": rows, "left_out": [], "gates": [], "compared": [], "growth": [], **concluded}
     write_record(checkout.paths.results / "measured" / "cpu_made_up", metrics, identity, 1.0, name="efficiency")
-    return _efficiency(checkout.results())
+    return render_blocks(speed_and_memory(checkout.results()).blocks)
 
 
 def test_matrices_comparisons_and_growth(checkout):
-    rows = [row(VITTT, None, side, side**2 / 1e3, side**2 / 1e4) for side in (512, 1024)]
+    rows = [row(VITTT, None, size, size**2 / 1e3, size**2 / 1e4) for size in (512, 1024)]
     rows += [row(DEIT, "unfused", 512, 1048.576, 100.0), row(DEIT, "unfused", 1024, None, None, status="oom")]
-    rows += [row(VIM, None, 512, 500.0, 50.0), row(VITTT, None, 512, 1.0, 1.0, run=2), row(VITTT, None, 512, 9.0, 9.0, compile=True)]
-    gate = {"operator": "selective_scan_bidir", "share_of_copy_percent": 2.0, "at_least_percent": 20, "holds": False}
-    text = section(checkout, rows, [gate | {"family": "vim", "batch": 1, "dtype": "fp32"}])
+    rows += [row(VITTT, None, 512, 1.0, 1.0, run=2), row(VITTT, None, 512, 9.0, 9.0, compile=True)]
+    compared = [
+        {**GROUP, **RATIO, "against": "deit"},
+        {**GROUP, **RATIO, "against": "vit3", "crossover": "never", "crossover_image_size": None, "reason": "never faster"},
+        {**GROUP, **NO_RATIO, "size": "T", "against": "vim", "reason": "its operator is too slow"},
+        {**GROUP, **RATIO, "against": "vrwkv", "batch_size": 64},
+    ]
+    growth = [{**GROUP, **POWERS, "model": VITTT, "attention": "none", "image_sizes": [512, 1024]}]
+    growth += [{**GROUP, **POWERS, "model": DEIT, "attention": "unfused", "image_sizes": [512]}]
+    text = section(checkout, rows, compared=compared, growth=growth)
     assert f"| {VITTT} | 262 | 1049 |" in text
     assert f"| {DEIT}, unfused | 1049 | oom |" in text
-    assert "| T | deit | 512² | 4.00× | 73.8 % | always |" in text
-    assert "| T | vim | – | no ratio: selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are asked for" in text
-    assert re.search(rf"\| {VITTT} \| 1\.000? \| 1\.000? \| 1\.000? \|", text)
+    assert "| T | deit | 512² | 4.00× | 73.8 % | from 440² |" in text
+    assert "| T | vit3 | 512² | 4.00× | 73.8 % | never |" in text
+    assert "| T | vim | – | no ratio: its operator is too slow | – | – |" in text
+    assert "vrwkv" not in text  # of another batch, which has no rows here
+    assert f"| {VITTT} | 1.00 | 1.12 | 0.500 |" in text
+    assert text.count("| 1.12 |") == 1  # one size shows no growth
     assert f"### {CPU}, batch 1, fp32, infer\n" in text and f"### {CPU}, batch 1, fp32, infer, compiled\n" in text
 
 
 def test_what_was_measured_twice_counts_once(checkout):
-    section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)], [])
+    section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)])
     (rows,) = checkout.results().speed_rows.values()
     assert [found["latency_ms"] for found, _ in rows] == [10.0]

@@ -22,7 +22,7 @@ pretrain:
     model: vittt_nano_patch16_144
     options: {depth: 1}
     data: digits
-    seed: 0
+    seeds: [0]
     epochs: 2
     batch_size: 128
     drop_path: 0.1

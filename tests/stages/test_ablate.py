@@ -18,12 +18,12 @@ import pytest
 from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
-from repro.core.variants import PLACES, VARIANTS
 from repro.measure.flops import cost
-from repro.report.training import Rates
-from stages import plan
-from stages.ablate import AblateParams, train_variant
-from stages.ablate_grid import Asked, variant_params
+from repro.papers.vision_ttt.grid import vary_recipe
+from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.tasks.classification.spec import SPEC
+from repro.training.cells import train_cell
+from repro.training.job import Cell
 
 CELL = Path("results/ablate/conv1d")
 COMMAND = [sys.executable, "-m", "repro", "ablate"]
@@ -57,9 +57,9 @@ def record(folder: Path) -> dict:
 
 
 def test_the_grid_is_17_models_of_20_entries():
-    assert [len(names) for names in PLACES.values()] == [6, 5, 6, 3] and len(VARIANTS) == 17
-    assert {name for names in PLACES.values() for name in names} == set(VARIANTS)
-    assert all("conv2d" in names for names in PLACES.values()) and VARIANTS["conv2d"] == {}
+    assert [len(names) for names in TABLES_AND_FIGURES.values()] == [6, 5, 6, 3] and len(VARIANTS) == 17
+    assert {name for names in TABLES_AND_FIGURES.values() for name in names} == set(VARIANTS)
+    assert all("conv2d" in names for names in TABLES_AND_FIGURES.values()) and VARIANTS["conv2d"] == {}
     assert len({json.dumps(options) for options in VARIANTS.values()}) == 17
 
 
@@ -82,16 +82,17 @@ def test_the_grid_is_17_models_of_20_entries():
     ],
 )
 def test_parameters_of_the_variants_by_hand(name, thousands):
-    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).params / 1e3 == pytest.approx(thousands, abs=0.5)
+    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).num_params / 1e3 == pytest.approx(thousands, abs=0.5)
 
 
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
     paths, whole = Paths(ready), Path("whole")
-    train_variant(load_section(AblateParams, paths.params, "ablate", "conv1d"), paths, load_runtime(paths), "whole", whole)
+    params = load_section(SPEC.params, paths.params, "ablate", "conv1d")
+    train_cell(Cell(stage="ablate", name="whole", params=params, spec=SPEC, paths=paths, runtime=load_runtime(paths), folder=whole))
     for seed in (0, 1):
         process = subprocess.Popen([*COMMAND, "--cell", "conv1d"], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 90
-        while not list(Path(".runs").glob(f"ablate/conv1d_seed{seed}-*/step_*.pt")):
+        while not list(Path(".runs").glob(f"ablate/conv1d/seed_{seed}-*/step_*.pt")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
@@ -101,17 +102,20 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     assert code == 0 and "continuing after step 11" in out, err  # the first seed's last step: it is not trained again
     ours, theirs = record(CELL)["metrics"], record(whole)["metrics"]
     assert (CELL / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
-    assert ours["seeds"] == theirs["seeds"] and len({entry["weights"] for entry in ours["seeds"]}) == 2
+    assert ours["by_seed"] == theirs["by_seed"] and len({entry["weights_hash"] for entry in ours["by_seed"]}) == 2
+    for entry in ours["by_seed"]:
+        assert json.loads((CELL / f"seeds/{entry['seed']}.json").read_text())["metrics"] == entry
     assert (CELL / "curve.csv").read_bytes() == (whole / "curve.csv").read_bytes()
     assert not list(Path(".runs").rglob("*.pt"))
-    top1 = [entry["top1_percent"] for entry in ours["seeds"]]
-    assert (ours["top1_percent"], ours["top1_spread_percent"]) == (statistics.mean(top1), statistics.stdev(top1))
-    assert ours["weights"] == hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16] == ours["seeds"][0]["weights"]
-    assert (
-        ours["throughput_img_per_s"] > 0
-        and ours["throughput_batch"] == 64
-        and ours["params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).params
-    )
+    top1 = [entry["top1_percent"] for entry in ours["by_seed"]]
+    assert (ours["top1_percent"], ours["top1_std_percent"]) == (statistics.fmean(top1), statistics.stdev(top1))
+    # with two seeds Student's t has one degree of freedom, whose 97.5 % quantile is tan(0.475 pi) = 12.706
+    assert ours["top1_ci95_percent"][1] - ours["top1_percent"] == pytest.approx(12.7062 * statistics.stdev(top1) / 2**0.5, rel=1e-4)
+    digest = hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16]
+    assert ours["weights_hash"] == digest == ours["by_seed"][0]["weights_hash"]
+    assert ours["num_params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).num_params
+    speed = json.loads((CELL / "speed.json").read_text())["metrics"]
+    assert speed["throughput_img_per_s"] > 0 and (speed["batch_size"], speed["weights_hash"]) == (64, digest)
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
@@ -119,7 +123,7 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
     """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
     from repro.core.runtime import choose_device, device_slug
 
-    monkeypatch.setattr("stages.ablate_grid.VARIANTS", {name: VARIANTS[name] for name in ("conv1d", "head")})
+    monkeypatch.setattr("repro.papers.vision_ttt.grid.VARIANTS", {name: VARIANTS[name] for name in ("conv1d", "head")})
     arguments = ("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
     stopper = threading.Thread(target=stop_when_begun, daemon=True)
     stopper.start()
@@ -138,7 +142,7 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
     weights = (folder / "weights.safetensors").read_bytes()
     assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--no-speed")[0] == 0
     metrics = record(folder)["metrics"]
-    assert [entry["seed"] for entry in metrics["seeds"]] == [0, 1] and metrics["throughput_img_per_s"] is None
+    assert [entry["seed"] for entry in metrics["by_seed"]] == metrics["seeds"] == [0, 1] and not (folder / "speed.json").exists()
     assert [row["seed"] for row in csv.DictReader(open(folder / "curve.csv"))] == ["0", "1"]
     assert (folder / "weights.safetensors").read_bytes() == weights
     code, _, err = repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")
@@ -147,27 +151,20 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
 
 def stop_when_begun() -> None:
     deadline = time.monotonic() + 90
-    while not list(Path(".runs").glob("ablate/digits_*/step_*.pt")) and time.monotonic() < deadline:
+    while not list(Path(".runs").glob("ablate/digits_*/seed_0-*/step_*.pt")) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
-    params = variant_params("head", Asked(data="imagenet", seeds=(0,), epochs=None), Paths(ready))
+    params = vary_recipe("head", Paths(ready), data="imagenet", seeds=(0,), epochs=None)
     assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
     assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
-    assert variant_params("head", Asked(data=None, seeds=(0,), epochs=7), Paths(ready)).transform.re_prob == 0.25
-
-
-def test_plan_counts_every_seed(ready):
-    rows = {row.command: row for row in plan.run(Paths(ready), Rates(given={"vittt_nano_patch16_144": 14.38}))}
-    row = rows["dvc repro ablate@conv1d"]
-    assert row.gpu_hours == pytest.approx(2 * 100 / 3600) and row.basis.startswith("2 seeds of 1 epochs of 1,438 images")
-    assert ("accuracy", "digits", "vittt_nano_patch16_144[depth=1,design=conv1d]") in row.gives
+    assert vary_recipe("head", Paths(ready), data=None, seeds=(0,), epochs=7).transform.re_prob == 0.25
 
 
 WRONG = [
-    (["--all", "--data", "digit"], "ablate: --data digit: no cell of prepare_data in params.yaml; there are digits, imagenet"),
+    (["--all", "--data", "digit"], "ablate: --data digit: not a cell of prepare_data in params.yaml; did you mean 'digits'?"),
     (["--all", "--data", "imagenet"], "results/prepare_data/imagenet/manifest.json: no such manifest"),
     (["--variant", "conv1"], "ablate: --variant conv1: not known; did you mean 'conv1d'?"),
     (["--all", "--cell", "conv1d"], "leave them out with --all and --variant"),

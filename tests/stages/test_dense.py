@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 NANO = "vittt_nano_patch16_144"
 WEIGHTS = "results/pretrain/nano/weights.safetensors"
-SHARED = f"""{{model: {NANO}, options: {{depth: 4}}, weights: {WEIGHTS}, data: scenes, epochs: 2, batch_size: 4, drop_path: 0.1, precision: fp32, optim: {{lr: 1.0e-3, warmup_lr: 1.0e-4, lr_batch_size: 4, schedule: step, milestones: [1], warmup_steps: 2, layer_decay: 0.85, clip_grad_norm: 5.0}}"""
+SHARED = f"""{{model: {NANO}, options: {{depth: 4}}, init: {{weights: {WEIGHTS}}}, data: scenes, epochs: 2, batch_size: 4, drop_path: 0.1, precision: fp32, optim: {{lr: 1.0e-3, warmup_lr: 1.0e-4, lr_batch_size: 4, schedule: step, milestones: [1], warmup_steps: 2, layer_decay: 0.85, clip_grad_norm: 5.0}}"""
 PARAMS = f"""
 runtime: {{workers: 0, save_every_steps: 1, log_every_steps: 5, data_roots: {{scenes: data/scenes}}}}
 prepare_data:
@@ -53,7 +53,7 @@ def dense(prepared, tmp_path_factory) -> Path:
     model = build_model(NANO, **options)
     preprocessing = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
     save_weights(root / WEIGHTS, model, name=NANO, options=options, preprocessing=preprocessing, classes=[str(i) for i in range(10)])
-    record = {"metrics": {"weights": hashlib.sha256((root / WEIGHTS).read_bytes()).hexdigest()[:16]}, "identity": {}}
+    record = {"metrics": {"weights_hash": hashlib.sha256((root / WEIGHTS).read_bytes()).hexdigest()[:16]}, "identity": {}}
     (root / WEIGHTS).with_name("metrics.json").write_text(json.dumps(record))
     return root
 
@@ -82,15 +82,15 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     folder = trained / "results" / stage / "nano"
     record = json.loads((folder / "metrics.json").read_text())
     metrics = record["metrics"]
-    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["initial"]) == (
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["init"]["weights"]) == (
         "scenes",
         2,
         steps,
         4,
         WEIGHTS,
     )
-    assert metrics["params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
-    assert metrics["weights"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
+    assert metrics["num_params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
+    assert metrics["weights_hash"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
     assert 1 < metrics["without_learning"][score] < 100  # at the size of the files, whatever the model's input is
     rows = list(csv.DictReader(open(folder / "curve.csv")))
     assert [row["step"] for row in rows] == [str(steps // 2), str(steps)] and float(rows[-1][score]) == pytest.approx(
@@ -119,7 +119,7 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout):
     command = [sys.executable, "-m", "repro", "detect", "--cell", "nano"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     deadline = time.monotonic() + 200
-    while not list(Path(".runs").glob("detect/nano-*/step_*.pt")):
+    while not list(Path(".runs").glob("detect/nano/seed_0-*/step_*.pt")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
@@ -135,7 +135,7 @@ def test_random_weights_stand_elsewhere(checkout, repro_cli):
     code, out, err = repro_cli("segment", "--random", "--epochs", "1")
     assert code == 0, err
     (record,) = Path("results/measured").glob("*/segment/nano_random_1epochs/metrics.json")
-    assert json.loads(record.read_text())["metrics"]["initial"] == "random" and not Path("results/segment").exists()
+    assert json.loads(record.read_text())["metrics"]["init"] is None and not Path("results/segment").exists()
     assert "expected: new" in out and "used" not in out
 
 
@@ -233,13 +233,13 @@ def flip_a_byte(path):
         (lambda path: path.unlink(), "no such file; run its stage first"),
         (lambda path: path.write_bytes(b""), "is empty"),
         (flip_a_byte, "expected"),
-        (lambda path: path.with_name("metrics.json").unlink(), "add weights_sha256: "),
+        (lambda path: path.with_name("metrics.json").unlink(), "add sha256: "),
     ],
 )
 def test_a_backbone_that_is_not_verified_is_refused(checkout, repro_cli, stage, spoil, message):
     spoil(Path(WEIGHTS))
     code, _, err = repro_cli(stage)
-    assert (code, err.count("\n")) == (2, 1) and f"{stage}.nano.weights: " in err and message in err
+    assert (code, err.count("\n")) == (2, 1) and f"{stage}.nano.init.weights: " in err and message in err
     assert not Path(f"results/{stage}").exists() and not Path(".runs").exists()
 
 
@@ -248,7 +248,7 @@ def test_a_backbone_that_is_not_verified_is_refused(checkout, repro_cli, stage, 
     [
         (f"model: {NANO}", "model: vim_nano_patch16_144", f"holds weights of {NANO}, not of vim_nano_patch16_144"),
         ("depth: 4", "depth: 8", "holds a vittt_nano_patch16_144 built with"),
-        ("depth: 4", "depth: 3", "4·n blocks"),
+        ("depth: 4", "depth: 3", "a multiple of 4 blocks"),
         ("data: scenes", "data: scene", "scene/manifest.json: no such manifest; run `repro prepare-data` first"),
         ("fpn_channels: 16", "fpn_chanels: 16", "detect.nano.mask_rcnn.fpn_chanels: unknown key; did you mean 'fpn_channels'?"),
         ("milestones: [1]", "milestones: [3]", "milestones: 3 is after the last epoch, 2"),

@@ -1,86 +1,130 @@
-"""dvc.yaml is true: code dependencies are import closures, sections exist, and nothing depends on raw data."""
+"""dvc.yaml is true: it is a data-flow diagram, sections exist, code dependencies are import closures, nothing depends on raw data."""
 
 import csv
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
-from repro.core.hashing import FIRST_PARTY, import_closure
+from repro.core.paths import Paths
+from repro.graph import find_sources, list_units, load_params, write_code_hashes
+from stages import load_stages
 
 ROOT = Path(__file__).parents[2]
-STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
-# what a stage's code reaches beyond its own module's imports: models are chosen by name, so their families are named here
-# found by lying in repro.models: no import statement names them
-FAMILIES = {
-    "pretrain": ["repro.models.vittt"],
-    "baselines": [f"repro.models.{family}" for family in ("deit", "resnet", "vim", "vrwkv", "vit3")],
-    "complexity": ["repro.models.vim", "repro.models.vrwkv"],
-    "detect": ["repro.models.vittt"],
-    "segment": ["repro.models.vittt"],
-    "ablate": ["repro.models.vittt"],
-    "visualize": [f"repro.models.{family}" for family in ("deit", "resnet", "vim", "vittt")],
-}
-DATA_FILES = {"report": {"repro/report/paper.yaml", "repro/report/template.html"}}
+GRAPH = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+TABLE = load_stages()
 
 
 def definition(stage: str) -> dict:
-    return STAGES[stage].get("do", STAGES[stage])
+    return GRAPH[stage].get("do", GRAPH[stage])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_code_dependencies_are_the_import_closure(stage):
-    code = [dep for dep in definition(stage)["deps"] if dep.split("/")[0] in FIRST_PARTY]
-    expected = set(import_closure(ROOT, [f"stages.{stage}", *FAMILIES.get(stage, [])])) | DATA_FILES.get(stage, set())
-    wanted = "\n".join(f"        - {name}" for name in sorted(expected))
-    assert set(code) == expected and len(code) == len(set(code)), f"deps of {stage} should be\n{wanted}"
+def outs_of(stage: str) -> list[str]:
+    kinds = (definition(stage).get(kind, []) for kind in ("outs", "metrics", "plots"))
+    return [name for outs in kinds for out in outs for name in ([out] if isinstance(out, str) else out)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_command_and_sections_belong_to_the_stage(stage):
-    stage_definition = definition(stage)
+def test_the_graph_is_short_and_lists_no_sources():
+    text = (ROOT / "dvc.yaml").read_text()
+    assert len(text.splitlines()) <= 220 and not re.search(r"- \S+\.py\b", text)
+
+
+def test_the_graph_has_the_stages_of_the_table():
+    assert set(GRAPH) == {name for name, stage in TABLE.items() if stage.purpose == "graph"}
+
+
+@pytest.mark.parametrize("stage", GRAPH)
+def test_command_code_and_sections_belong_to_the_stage(stage):
+    per_cell = "foreach" in GRAPH[stage]
     verb = stage.replace("_", "-")
-    per_cell = "foreach" in STAGES[stage]
-    assert stage_definition["cmd"] == (f"repro {verb} --cell ${{key}}" if per_cell else f"repro {verb}")
-    sections = stage_definition.get("params", [])
+    assert definition(stage)["cmd"] == (f"repro {verb} --cell ${{key}}" if per_cell else f"repro {verb}")
+    assert per_cell == TABLE[stage].cells
+    if definition(stage).get("always_changed"):
+        assert "deps" not in definition(stage)
+    else:
+        assert f"results/code/{stage}/${{key}}.json" if per_cell else f"results/code/{stage}.json" in definition(stage)["deps"]
+    sections = definition(stage).get("params", [])
     if stage == "report":  # it says which profile the results are of
         assert set(sections) == set(load_yaml(ROOT / "params.yaml")) - {"runtime"}
     else:
-        assert sections in ([], [f"{stage}.${{key}}" if per_cell else stage])
-    outs = [
-        name
-        for kind in ("outs", "metrics", "plots")
-        for out in stage_definition.get(kind, [])
-        for name in ([out] if isinstance(out, str) else out)
-    ]
+        assert sections == ([f"{stage}.${{key}}" if per_cell else stage] if TABLE[stage].params else [])
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
-    assert all(name.startswith(own) for name in outs) or stage == "report"
+    assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
 
 
 def test_no_stage_depends_on_raw_data_or_on_runtime():
-    deps = [dep for stage in STAGES for dep in definition(stage)["deps"]]
-    sections = [section for stage in STAGES for section in definition(stage).get("params", [])]
+    deps = [dep for stage in GRAPH for dep in definition(stage).get("deps", [])]
+    sections = [section for stage in GRAPH for section in definition(stage).get("params", [])]
     assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)|params.yaml$", dep)]
     assert not [section for section in sections if section.startswith("runtime")]
 
 
-def test_editing_the_report_restarts_no_training():
-    assert not [dep for dep in definition("pretrain")["deps"] if dep.startswith(("repro/report", "repro/measure", "repro/cli"))]
+@pytest.fixture(scope="module")
+def sources() -> dict[str, set[str]]:
+    """`stage` or `stage/cell` -> the files on which its results depend, at the committed parameters."""
+    paths, found = Paths(ROOT), {}
+    for name, cell in list_units(paths, TABLE):
+        params = load_params(paths, TABLE, name, cell)
+        found[f"{name}/{cell}" if cell else name] = set(find_sources(paths, TABLE, name, params))
+    return found
 
 
-def test_editing_the_report_runs_the_report_alone():
-    """But for the curves of Fig. 1 and 6, which the sweep draws itself."""
-    drawing = {"repro/report/__init__.py", "repro/report/figures.py"}
-    others = {dep for stage in STAGES if stage != "report" for dep in definition(stage)["deps"] if dep.startswith("repro/report/")}
-    assert others <= drawing
+def restarted_by(sources, file: str) -> set[str]:
+    assert (ROOT / file).is_file()
+    return {unit.partition("/")[0] for unit, files in sources.items() if file in files}
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if "plots" in definition(stage)])
+@pytest.mark.parametrize("file", ["repro/report/results.py", "repro/papers/vision_ttt/ledger.yaml", "repro/report/template.html"])
+def test_an_edit_in_the_report_restarts_the_report_alone(sources, file):
+    assert restarted_by(sources, file) == {"report"}
+
+
+def test_an_edit_in_a_family_restarts_what_uses_it(sources):
+    """And so no Vittt: neither its pretraining nor what begins from its weights."""
+    users = {unit for unit, files in sources.items() if "repro/models/vim.py" in files}
+    assert users == {"baselines/vim_nano_digits", "complexity", "visualize"}
+    assert {unit for unit in sources if unit.startswith(("pretrain/", "detect/", "segment/", "ablate/"))} <= {
+        unit for unit, files in sources.items() if "repro/models/vittt.py" in files
+    }
+
+
+def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
+    for unit, files in sources.items():
+        if unit.startswith(("pretrain/", "baselines/", "detect/", "segment/")):
+            assert not [name for name in files if name.startswith(("repro/measure", "repro/cli", "repro/report", "repro/planning"))]
+
+
+def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
+    for name in ("repro", "kernels", "stages", "profiles"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    paths, code = Paths(tmp_path), tmp_path / "results/code"
+
+    def hashes() -> dict[str, str]:
+        write_code_hashes(paths, TABLE)
+        return {file.relative_to(code).as_posix(): json.loads(file.read_text())["code_hash"] for file in code.rglob("*.json")}
+
+    before = hashes()
+    with open(tmp_path / "repro/models/vim.py", "a") as stream:
+        stream.write("# edited\n")
+    after = hashes()
+    assert {name for name in before if before[name] != after[name]} == {
+        "baselines/vim_nano_digits.json",
+        "complexity.json",
+        "visualize.json",
+    }
+    assert len(before) == len(list(list_units(paths, TABLE)))
+
+
+@pytest.mark.parametrize("stage", [stage for stage in GRAPH if "plots" in definition(stage)])
 def test_plots_show_columns_that_hold_numbers(stage):
     """`dvc plots show` draws what these columns hold."""
-    cells = load_yaml(ROOT / "params.yaml")[stage] if "foreach" in STAGES[stage] else [""]
+    cells = load_yaml(ROOT / "params.yaml")[stage] if "foreach" in GRAPH[stage] else [""]
     for plot, shown in (item for plots in definition(stage)["plots"] for item in plots.items()):
         for cell in cells:
             if (file := ROOT / plot.replace("${key}", cell)).suffix != ".csv" or not file.exists():

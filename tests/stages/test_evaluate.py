@@ -18,10 +18,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the family
-from repro.core.paths import Paths
+from repro.models.published import find_published, is_only_imagenet_1k
 from repro.models.weights import save_weights
-from repro.report.sources import FULL_VALIDATION, Results
-from repro.tasks.published import find_published, only_imagenet_1k, table1_models, table1_top1
+from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 
 PREPROCESSING = {
     "input_size": [3, 32, 32],
@@ -60,7 +59,7 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     assert code == 0, err
     assert len(out.splitlines()) == 4 and "at 48, fp32: top-1 " in out and "img/s" in out
     found = records()
-    digest = only({r["metrics"]["weights"] for r in found.values()})
+    digest = only({r["metrics"]["weights_hash"] for r in found.values()})
     assert set(found) == {f"vittt_nano_patch16_144_digits_{size}_{digest[:8]}" for size in (16, 32, 48)}
     folder = next(Path("results/measured").rglob("curve.csv")).parent
     assert folder.name == f"vittt_nano_patch16_144_digits_{digest[:8]}" and folder.parent.name == "evaluate"
@@ -69,7 +68,7 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     for row in rows:
         metrics = found[f"vittt_nano_patch16_144_digits_{row['image_size']}_{digest[:8]}"]["metrics"]
         assert float(row["top1_percent"]) == metrics["top1_percent"] and metrics["train_image_size"] == 32
-        assert metrics["images"] == 359 and "limit" not in metrics
+        assert (metrics["val_images"], metrics["data"], metrics["kind"]) == (359, "digits", "digits") and "limit" not in metrics
     before = (folder / "curve.png").read_bytes()
     with Image.open(folder / "curve.png") as image:
         assert image.width >= 400
@@ -89,32 +88,28 @@ def test_a_vit_of_one_size_is_resampled_for_the_others(checkout, repro_cli):
     assert {r["metrics"]["image_size"] for r in records().values()} == {32, 64}
 
 
-def test_a_limited_look_is_seeded_and_never_a_full_score(weights, repro_cli, monkeypatch):
+def test_a_limited_look_is_seeded_and_says_so(weights, repro_cli):
     command = ("evaluate", "--weights", weights, "--data", "digits")
     for _ in range(2):
         code, out, _ = repro_cli(*command, "--limit", "30")
-        assert code == 0 and "of 30 images (--limit: no full score)" in out
+        assert code == 0 and "on 30 images (--limit: not a full score)" in out
     limited = only(records().values())["metrics"]
-    assert (limited["images"], limited["limit"], limited["limit_seed"]) == (30, 30, 0)
+    assert (limited["val_images"], limited["limit"], limited["limit_seed"]) == (30, 30, 0)
     assert repro_cli(*command)[0] == 0
     full = next(r for name, r in records().items() if not name.endswith("_limit30"))
-    assert full["metrics"]["images"] == 359 and len(records()) == 2
-    # the report's own test of completeness, with digits in the place of a data set of the paper
-    monkeypatch.setitem(FULL_VALIDATION, "digits", 359)
-    results = Results(Paths(Path.cwd()), {}, ("vittt",))
-    assert [s.metrics["images"] for s in results.mini_cells] == [30] and len(results.score_cells) == 2
+    assert full["metrics"]["val_images"] == 359 and "limit" not in full["metrics"] and len(records()) == 2
 
 
 def test_the_limit_draws_from_all_classes_and_from_the_whole_split(checkout):
     from repro.data.tree import scan_tree
-    from stages.evaluate import LIMIT_SEED, some
+    from repro.inference.classifier import subsample_val
 
     tree = scan_tree(Path("data/digits"), "digits")
-    part = some(tree, 100, LIMIT_SEED)
+    part = subsample_val(tree, 100, seed=0)
     names = part.splits["val"].names.tolist()
     assert len(set(part.splits["val"].targets.tolist())) == 10 and len(names) == len(set(names)) == 100
     assert all(part.path("val", index).is_file() for index in range(100))
-    assert part.splits["train"] is tree.splits["train"]
+    assert part.splits["train"] is tree.splits["train"] and subsample_val(tree, 359, seed=0) is tree
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -163,7 +158,7 @@ def test_published_weights_at_two_sizes(checkout, published, repro_cli):
     assert f"{DEIT} (fb_in1k) on digits at 48" in out
     for record in records().values():
         metrics = record["metrics"]
-        assert (metrics["model"], metrics["weights"], metrics["weights_tag"]) == (DEIT, "timm", "fb_in1k")
+        assert (metrics["model"], metrics["weights_hash"], metrics["weights_tag"]) == (DEIT, "timm", "fb_in1k")
         assert metrics["weights_license"] == "apache-2.0" and metrics["train_image_size"] == 32
     assert next(Path("results/measured").rglob("curve.png")).parent.name == f"{DEIT}_digits_timm_limit30"
 
@@ -201,11 +196,11 @@ def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
     found = [record["metrics"] for record in records().values()]
     assert all(m["options"] == {} and m["weights_file"] == "vit3.pth" and m["train_image_size"] == 144 for m in found)
     digest = hashlib.sha256(Path(theirs).read_bytes()).hexdigest()
-    assert all(m["weights"] == digest[:16] for m in found)
+    assert all(m["weights_hash"] == digest[:16] for m in found)
     assert repro_cli(*command, "--weights", own)[0] == 0
     for size in (144, 96):
         both = [r["metrics"] for r in records().values() if r["metrics"]["image_size"] == size]
-        assert len({m["weights"] for m in both}) == 2 and len({m["val_loss"] for m in both}) == 1
+        assert len({m["weights_hash"] for m in both}) == 2 and len({m["val_loss"] for m in both}) == 1
 
 
 def test_official_files_that_do_not_fit_are_one_line(official, repro_cli, tmp_path):
@@ -213,13 +208,13 @@ def test_official_files_that_do_not_fit_are_one_line(official, repro_cli, tmp_pa
     command = ("evaluate", "--data", "digits", "--weights")
     torch.save({"patch_embed.proj.bias": torch.zeros(64)}, tmp_path / "headless.pth")
     wrong = [
-        ((theirs,), "name that with --model"),
+        ((theirs,), "so it does not name its model; name it with --model"),
         ((theirs, "--model", "vit3_tiny_patch16_224"), "vit3.pth: official weights do not fit ViT3 as built: "),
         ((theirs, "--model", "vit3_nano_patch16"), "no such model; did you mean 'vit3_nano_patch16_144'?"),
         ((theirs, "--model", name, "--image-size", "100"), "multiples of the patch size 16"),
         ((str(tmp_path / "none.pth"), "--model", name), "none.pth: no such weights file"),
-        ((str(tmp_path / "headless.pth"), "--model", name), "has no head.weight"),
-        ((theirs, "--model", DEIT), "vit3.pth: has 1000 classes, digits has 10"),
+        ((str(tmp_path / "headless.pth"), "--model", name), "holds a backbone without its head, expected a classifier"),
+        ((theirs, "--model", DEIT), f"vit3.pth: {DEIT}.fb_in1k: weights cannot be loaded: "),
     ]
     for options, message in wrong:
         code, _, err = repro_cli(*command, *options)
@@ -236,27 +231,31 @@ def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, 
     assert repro_cli(*command, "--pretrained")[0] == 0
     code, _, err = repro_cli(*command, "--weights", str(path))
     assert code == 0, err
-    fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights"] != "timm")
+    fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights_hash"] != "timm")
     assert read["val_loss"] == fetched["val_loss"] and read["weights_file"] == "deit.pth"
     assert "options" not in read  # of unknown origin: not for Table 1
     path.write_bytes(path.read_bytes()[:1000])
     code, _, err = repro_cli(*command, "--weights", str(path))
-    assert code == 2 and err.count("\n") == 1 and f"{path}: {DEIT}.fb_in1k: weights cannot be loaded" in err
+    assert code == 2 and err.count("\n") == 1 and f"{path}: not a readable checkpoint of PyTorch" in err
 
 
-def test_the_papers_number_stands_beside_a_full_score_alone():
-    from stages.evaluate import Request, Subject, _Bench
+def test_the_papers_number_stands_beside_a_full_score_alone(checkout):
+    from repro.inference.evaluate import _Evaluation
+    from repro.inference.params import EvaluateRequest
 
-    assert table1_top1("vit3_tiny_patch16_224", 224) == "76.5" and table1_top1("vittt_base_patch16_224", 224) == "82.7"
-    assert table1_top1("vit3_tiny_patch16_224", 384) is None and table1_top1("vit_base_patch16_384", 384) == "77.9"
+    assert find_table1_top1("vit3_tiny_patch16_224", 224) == "76.5" and find_table1_top1("vittt_base_patch16_224", 224) == "82.7"
+    assert find_table1_top1("vit3_tiny_patch16_224", 384) is None and find_table1_top1("vit_base_patch16_384", 384) == "77.9"
 
-    def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **asked):
-        name = "vit3_tiny_patch16_224"
-        subject = Subject(name=name, model=name, weights="", facts={"options": dict(options)}, preprocessing={}, sizes=(), build=None)
-        return _Bench(None, None, "", kind, None, None, None, Request(**asked))._paper(subject, size)
+    def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **request):
+        checkpoint = types.SimpleNamespace(name="vit3_tiny_patch16_224", facts={"options": dict(options)})
+        cell = types.SimpleNamespace(kind=kind, name=kind)
+        metrics = {"image_size": size, "top1_percent": 76.0, "top5_percent": 93.0, "val_images": 50_000}
+        evaluation = _Evaluation(None, None, cell, None, None, EvaluateRequest(**request), find_table1_top1)
+        return evaluation._format_score(checkpoint, metrics)
 
-    assert line() == " (Table 1: 76.5 %)"
-    assert line(kind="digits") == line(size=256) == line(options={"depth": 1}) == line(limit=10) == ""
+    assert line().endswith("on 50000 images (Table 1: 76.5 %)")
+    others = line(kind="digits"), line(size=256), line(options={"depth": 1}), line(limit=10)
+    assert not any("Table 1" in other for other in others)
 
 
 def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, repro_cli):
@@ -272,11 +271,11 @@ def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, r
 def test_which_tags_are_imagenet_1k_alone():
     yes = ("fb_in1k", "ms_in1k", "pycls_in1k", "ra2_in1k", "augreg_in1k", "deit_in1k")
     no = ("in12k_ft_in1k", "swag_lc_in1k", "fb_swsl_ig1b_ft_in1k", "ms_in22k", "clip_laion2b_augreg_ft_in1k", "untrained", "")
-    assert all(map(only_imagenet_1k, yes)) and not any(map(only_imagenet_1k, no))
+    assert all(map(is_only_imagenet_1k, yes)) and not any(map(is_only_imagenet_1k, no))
 
 
 def test_table1_takes_the_weights_of_imagenet_1k_at_the_tables_size():
-    found, left_out = table1_models()
+    found, left_out = find_table1_models()
     names = {published.full_name: size for published, size in found}
     assert len(names) == 14 and names["efficientnet_b4.ra2_in1k"] == 380 and names["convnext_base.fb_in1k"] == 224
     assert all(published.comparable and published.license for published, _ in found)
@@ -316,13 +315,13 @@ WRONG = [
     (["--limit", "359", "--weights", "W"], "--limit 359: the validation split has 359 images"),
     (["--weights", "W", "--image-size", "32", "--image-size", "32"], "--image-size 32 is given twice"),
     (["--weights", "W", "--image-size", "32", "--image-size", "40"], "multiples of the patch size 16"),
-    (["--weights", "W", "--models", "a", "--models", "b"], "a weights file holds one model, 2 are named"),
-    (["--weights", "W", "--table1"], "--table1 names its models and weights itself"),
+    (["--weights", "W", "--models", "a", "--models", "b"], "a weights file holds one model, but 2 are named"),
+    (["--weights", "W", "--table1"], "--table1 chooses models and weights itself"),
     (["--table1"], "has 1000 classes, digits has 10"),
     (["--pretrained", "--model", DEIT], "has 1000 classes, digits has 10"),
     (["--pretrained", "--model", "deit_tiny_patch16_22"], "no such model; did you mean 'deit_tiny_patch16_224'?"),
-    (["--pretrained", "--model", f"{DEIT}.nobody_in1k"], "timm has no such weights; of deit_tiny_patch16_224 it has fb_in1k"),
-    (["--pretrained", "--model", "vittt_tiny_patch16_224"], "timm has no published weights; give --weights FILE"),
+    (["--pretrained", "--model", f"{DEIT}.nobody_in1k"], "timm has no such weights; for deit_tiny_patch16_224 it has fb_in1k"),
+    (["--pretrained", "--model", "vittt_tiny_patch16_224"], "timm has no published weights; give a file of weights"),
     (["--pretrained"], "an untrained model has no accuracy"),
 ]
 
@@ -336,11 +335,11 @@ def test_wrong_requests_are_one_line_and_write_nothing(weights, repro_cli, optio
 
 def test_a_limit_of_imagenets_own_size_is_refused():
     from repro.core.errors import UserError
-    from stages.evaluate import _check_limit
+    from repro.inference.evaluate import check_limit
 
-    _check_limit(49_999, 60_000)
+    check_limit(49_999, 60_000)
     with pytest.raises(UserError, match="would be taken for it"):
-        _check_limit(50_000, 60_000)
+        check_limit(50_000, 60_000)
 
 
 def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
@@ -353,17 +352,3 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     save_weights(path, model, **about, preprocessing=PREPROCESSING, classes=classes)
     code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", "--limit", "9")
     assert code == 1 and err.count("\n") == 1 and "logits are not finite in fp32" in err
-
-
-def test_long_runs_show_plain_lines(capsys):
-    import time
-
-    from stages.evaluate import _Watched
-
-    batches = [(None, torch.zeros(5))] * 4
-    watched = _Watched(batches, "model at 32", 20)
-    watched._next_line = time.monotonic()  # as if two seconds had passed
-    assert len(list(watched)) == 4
-    watched.close()
-    line = only(capsys.readouterr().err.splitlines())
-    assert line.startswith("model at 32: 5 of 20 images, ") and " img/s, " in line

@@ -63,7 +63,7 @@ def is_figure(path: Path) -> bool:
 def test_a_picture_becomes_a_figure(weights, picture, repro_cli, map):
     code, out, err = repro_cli("explain", str(picture), "--map", map, "-o", "out.png")
     assert (code, err) == (0, "") and is_figure(Path("out.png"))
-    assert "out.png: 1 picture, resized to a short side of 64 px, of which the centre 64x64 was seen" in out
+    assert "out.png: 1 picture, resized to a short side of 64 px; the model sees the central 64x64" in out
 
 
 @pytest.mark.parametrize(("map", "works"), [("gmm", False), ("reconstruction", False), ("erf", True)])
@@ -92,7 +92,7 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, name, make):
     make(tmp_path / name)
     code, out, err = repro_cli("explain", str(tmp_path / name), "-o", "out.png")
     assert (code, err) == (0, "") and is_figure(Path("out.png"))
-    assert ("an animation of 2 frames; the first is shown" in out) == (name == "moving.gif")
+    assert ("an animation of 2 frames; the first one is shown" in out) == (name == "moving.gif")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, name, make):
         (["text.png"], "text.png: unreadable image"),
         (["missing.png"], "missing.png: unreadable image"),
         (["text.png", "--probe", "ascent"], "explain: give pictures to draw a map, or --probe NAME"),
-        (["text.png", "-o", "out.pdf"], "out.pdf: the figure is a PNG"),
+        (["text.png", "-o", "out.pdf"], "out.pdf: the figure is a PNG file"),
         (["text.png", "--weights", "text.png"], "text.png: "),
-        (["--probe", "descent"], "explain: descent: no such probe; there are steps=K, ascent, q_is_k"),
-        (["--probe", "ascent", "--weights", str(DEIT)], "explain: the model has no inner learner of Vision-TTT to change"),
+        (["--probe", "descent"], "explain: descent: no such probe; known: steps=K, ascent, q_is_k"),
+        (["--probe", "ascent", "--weights", str(DEIT)], "explain: the model has no inner learner of Vision-TTT"),
         (["--probe", "ascent", "--data", "digit"], "results/prepare_data/digit/manifest.json: no such manifest"),
     ],
 )
@@ -118,7 +118,7 @@ def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
 def test_a_probe_prints_both_accuracies(weights, repro_cli):
     code, out, err = repro_cli("explain", "--probe", "steps=1")
     assert (code, err) == (0, "")
-    assert "359 images" in out and "(+0.00)" in out and "Liu et al. found: more inner steps" in out
+    assert "359 images" in out and "(+0.00)" in out and "Liu et al. report: more inner steps" in out
 
 
 def test_what_visualize_leaves(weights, repro_cli):
@@ -129,13 +129,15 @@ def test_what_visualize_leaves(weights, repro_cli):
     names = ("fig3_gradient_magnitude", "fig8_receptive_field", "fig8_radial_profile", "fig11_reconstruction")
     assert all(is_figure(folder / f"{name}.png") for name in names)
     record = json.loads((folder / "metrics.json").read_text())
+    about = {"cell": "nano", "model": "vittt_nano_patch16_144", "data": "digits", "kind": "digits", "image_size": 64, "val_images": 12}
+    assert about.items() <= record["metrics"].items()
     metrics, missing = record["metrics"], record["metrics"]["receptive_fields"]["conv1d"]
     assert missing == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
     assert 0 < metrics["receptive_fields"]["DeiT"]["radius_50_px"] < metrics["receptive_fields"]["DeiT"]["radius_90_px"] < 46
     # 16 patches in chunks of 4, from both ends: half of them
     assert metrics["gradient_magnitude"]["after"]["first_chunks_tokens_percent"] == 50
     assert metrics["gradient_magnitude"]["after"]["top30_share_percent"] > 100 * 5 / 16
-    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"] and metrics["probes"]["steps=2"]["images"] == 20
+    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"] and metrics["probes"]["steps=2"]["val_images"] == 20
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
     assert repro_cli("visualize")[0] == 0
     assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}

@@ -7,9 +7,11 @@ import pytest
 import timm
 import torch
 
-import stages.export
+import repro.inference.export
+from repro.core.hashing import hash_file
+from repro.models.checkpoints import open_weights
 from repro.models.registry import build_model
-from repro.models.weights import build_from_weights, save_weights
+from repro.models.weights import save_weights
 
 CLASSES = ["ant", "bee", "cat"]
 PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_pct": 0.9, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
@@ -36,7 +38,7 @@ def saved(tmp_path, monkeypatch):
 
 def expected(path, images):
     with torch.no_grad():
-        return build_from_weights(path)[0](images)
+        return open_weights(path).build()(images)
 
 
 @pytest.mark.parametrize(("family", "options"), [("vittt", {"design": "dual", "pool": "head"}), ("deit", {})])
@@ -84,8 +86,8 @@ def test_torch_export_stands_alone(saved, repro_cli, family):
 def test_onnx_in_its_runtime(saved, repro_cli):
     onnxruntime = pytest.importorskip("onnxruntime")
     path = saved("vittt", pool="double")
-    digest = stages.export._origin(path)["weights"]
-    record = {"metrics": {"weights": digest}, "identity": {"parent_commit": "abc", "params": "def"}}
+    digest = hash_file(path)
+    record = {"metrics": {"weights_hash": digest}, "identity": {"parent_commit": "abc", "params_hash": "def"}}
     path.with_name("metrics.json").write_text(json.dumps(record))
     code, out, err = repro_cli("export", "--weights", str(path), "--format", "onnx")
     assert code == 0 and out.startswith("vittt_nano_patch16_144_48.onnx: vittt_nano_patch16_144, 3 classes; read back, "), err
@@ -96,7 +98,7 @@ def test_onnx_in_its_runtime(saved, repro_cli):
         np.testing.assert_allclose(logits, expected(path, images).numpy(), rtol=1e-4, atol=1e-5)
     facts = json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
     assert (facts["model"], facts["classes"], facts["preprocessing"]) == ("vittt_nano_patch16_144", CLASSES, PREPROCESSING)
-    assert (facts["weights"], facts["commit"], facts["params"]) == (digest, "abc", "def")
+    assert (facts["weights_hash"], facts["commit"], facts["params_hash"]) == (digest, "abc", "def")
 
 
 @pytest.mark.parametrize("difference", [1.0, float("nan")])
@@ -125,10 +127,10 @@ def test_what_cannot_be_exported_is_one_line(saved, tmp_path, repro_cli, monkeyp
     assert "image size 47x47: height and width must be positive multiples" in refused("--format", "torch_export", "--image-size", "47")
     assert "--image-size is for onnx and torch_export" in refused("--format", "safetensors", "--image-size", "64")
     (tmp_path / "there.pt2").write_text("somebody's")
-    assert "there.pt2: is there already" in refused("--format", "torch_export", "-o", "there.pt2")
+    assert "there.pt2: already exists" in refused("--format", "torch_export", "-o", "there.pt2")
     assert (tmp_path / "there.pt2").read_text() == "somebody's"
-    monkeypatch.setattr(stages.export, "NEEDS_EXTRA", ("onnx_of_nobody",))
+    monkeypatch.setattr(repro.inference.export, "ONNX_PACKAGES", ("onnx_of_nobody",))
     assert "needs onnx_of_nobody: python -m pip install -e '.[export]'" in refused("--format", "onnx")
-    assert "holds a model that can detect, no classifier" in refused(
+    assert "holds a model for the task 'detect', expected a classifier" in refused(
         "--format", "safetensors", weights=saved("vittt", task={"name": "detect"})
     )

@@ -32,11 +32,11 @@ def trained(prepared, tmp_path_factory) -> Path:
 def test_what_a_run_leaves(trained):
     record = json.loads((trained / CELL / "metrics.json").read_text())
     metrics, identity = record["metrics"], record["identity"]
-    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"]) == ("digits", 2, 2 * (1438 // 128), 359)
-    assert metrics["params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
+    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["val_images"]) == ("digits", 2, 2 * (1438 // 128), 359)
+    assert metrics["num_params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
     assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "torch"
-    assert len(identity["code"]) == len(identity["params"]) == len(identity["data_manifest"]) == 16
-    assert set(identity) == {"code", "parent_commit", "params", "data_manifest", "device", "dtype", "backend", "versions"}
+    assert len(identity["code_hash"]) == len(identity["params_hash"]) == len(identity["data_manifest_hash"]) == 16
+    assert set(identity) == {"code_hash", "parent_commit", "params_hash", "data_manifest_hash", "device", "dtype", "backend", "versions"}
     rows = list(csv.DictReader(open(trained / CELL / "curve.csv")))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["top1_percent"], rel=1e-5)
@@ -55,7 +55,7 @@ def test_the_same_command_gives_the_same_weights(trained, checkout, repro_cli):
 def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, number, code):
     process = subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 90
-    while not list(Path(".runs").glob("pretrain/nano-*/step_*.pt")):
+    while not list(Path(".runs").glob("pretrain/nano/seed_0-*/step_*.pt")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.002)
     os.kill(process.pid, number)
@@ -73,12 +73,12 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, number, 
 
 def test_changed_parameters_do_not_continue_the_old_run(checkout, repro_cli):
     process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL)
-    while not list(Path(".runs").glob("pretrain/nano-*/step_*.pt")):
+    while not list(Path(".runs").glob("pretrain/nano/seed_0-*/step_*.pt")):
         assert process.poll() is None
         time.sleep(0.002)
     process.kill()
     process.wait()
-    edit("seed: 0\n    epochs: 2", "seed: 1\n    epochs: 1", "snapshot_epochs: [0, 2]", "snapshot_epochs: []")
+    edit("seeds: [0]\n    epochs: 2", "seeds: [1]\n    epochs: 1", "snapshot_epochs: [0, 2]", "snapshot_epochs: []")
     code, out, _ = repro_cli("pretrain", "--cell", "nano")
     assert code == 0 and "continuing" not in out
 
@@ -89,11 +89,13 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
 
     from repro.core.config import load_section
     from repro.core.paths import Paths
-    from repro.engine.checkpoint import Checkpointer
-    from stages.pretrain import PretrainParams
-    from stages.training import state_folder
+    from repro.tasks.classification.spec import SPEC
+    from repro.training.checkpoint import Checkpointer
+    from repro.training.job import Cell
 
-    folder = state_folder(load_section(PretrainParams, Path("params.yaml"), "pretrain", "nano"), Paths(checkout), "pretrain", "nano")
+    params = load_section(SPEC.params, Path("params.yaml"), "pretrain", "nano")
+    cell = Cell(stage="pretrain", name="nano", params=params, spec=SPEC, paths=Paths(checkout), runtime=None, folder=CELL)
+    folder = cell.state_folder(0)
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and err == f"repro: {folder}: holds the state of another model; remove the folder to start anew\n"
@@ -125,7 +127,7 @@ def test_two_processes_stopped_and_continued(checkout, tmp_path):
     _, err = process.communicate(timeout=90)
     assert process.returncode == 143 and "stopped by signal 15" in err
     refused = subprocess.run(COMMAND, capture_output=True, text=True)
-    assert refused.returncode == 2 and "was stopped with 2 process(es) and is continued with 1" in refused.stderr
+    assert refused.returncode == 2 and "was stopped with 2 process(es), and now there are 1" in refused.stderr
     done = subprocess.run(TWO, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and "continuing after step" in done.stdout, done.stderr[-2000:]
     assert WEIGHTS.read_bytes() == (whole / WEIGHTS).read_bytes()
@@ -136,7 +138,7 @@ def wait_for_state(process, many):
     seen = set()
     while len(seen) < many:
         assert process.poll() is None and time.monotonic() < deadline
-        seen |= {path.name for path in Path(".runs").glob("pretrain/nano-*/step_*.pt")}
+        seen |= {path.name for path in Path(".runs").glob("pretrain/nano/seed_0-*/step_*.pt")}
         time.sleep(0.01)
 
 
@@ -181,7 +183,7 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
     )
     moved = dump.rename("elsewhere.pt")
     code, _, err = repro_cli("pretrain", "--replay-bad-step", str(moved))
-    assert code == 2 and "lies in no folder of a run; say with --cell" in err
+    assert code == 2 and "does not lie in the folder of a run; name its cell with --cell" in err
     code, again, _ = repro_cli("pretrain", "--cell", "nano", "--replay-bad-step", str(moved))
     assert code == 0 and again == out
 

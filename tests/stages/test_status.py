@@ -7,9 +7,10 @@ import pytest
 
 from repro.core.config import load_section
 from repro.core.paths import Paths
-from stages.pretrain import PretrainParams
-from stages.status import run
-from stages.training import state_folder
+from repro.graph import find_status
+from repro.tasks.classification.spec import SPEC
+from repro.training.job import Cell
+from stages import load_stages
 
 DVC_YAML = """
 stages:
@@ -46,20 +47,19 @@ def project(tmp_path):
 
 def test_each_state(project):
     paths = Paths(project)
-    assert [row[:2] for row in run(paths)] == [("pretrain@a", "fresh"), ("pretrain@b", "fresh"), ("weigh", "fresh")]
+    assert [row[:2] for row in find_status(paths, load_stages())] == [("pretrain@a", "fresh"), ("pretrain@b", "fresh"), ("weigh", "fresh")]
     for step in (90, 120):
-        state = (
-            state_folder(load_section(PretrainParams, paths.params, "pretrain", "a"), paths, "pretrain", "a")
-            / f"step_{step:09d}.0123456789abcdef.pt"
-        )
+        params = load_section(SPEC.params, paths.params, "pretrain", "a")
+        cell = Cell(stage="pretrain", name="a", params=params, spec=SPEC, paths=paths, runtime=None, folder=project)
+        state = cell.state_folder(0) / f"step_{step:09d}.0123456789abcdef.pt"
         state.parent.mkdir(parents=True, exist_ok=True)
         state.touch()
     write_params(project, 1, 3)
     (project / "results" / "weight.txt").unlink()
-    assert run(paths) == [
+    assert find_status(paths, load_stages()) == [
         ("pretrain@a", "interrupted", "stopped after step 120; it continues from there"),
         ("pretrain@b", "stale", "params.yaml"),
         ("weigh", "missing", "results/weight.txt"),
     ]
     write_params(project, 5, 2)  # a run with other parameters would not continue that state
-    assert [row[:2] for row in run(paths)][:2] == [("pretrain@a", "stale"), ("pretrain@b", "fresh")]
+    assert [row[:2] for row in find_status(paths, load_stages())][:2] == [("pretrain@a", "stale"), ("pretrain@b", "fresh")]

@@ -13,7 +13,7 @@ class Pyramid(nn.Module):
 
     def __init__(self, embed_dim: int = 8):
         super().__init__()
-        self.embed_dim = embed_dim
+        self.channels = (embed_dim,) * 4
         self.stem = nn.Conv2d(3, embed_dim, 4, stride=4)
         self.mix = nn.Conv2d(embed_dim, embed_dim, 3, padding=1)
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from repro.data.settings import TransformSettings
-from repro.tasks.classification import Classification, accuracy
-from repro.tasks.params import MixParams
+from repro.tasks.classification.params import MixParams
+from repro.tasks.classification.task import Classification, accuracy
 
 
 class Table(nn.Module):
@@ -34,7 +34,7 @@ def task(mix):
 def test_accuracy_counts_every_image_once():
     batches = [(image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), torch.tensor([0, 0])), (image_of([9, 8, 7, 6, 5, 4]), torch.tensor([5]))]
     numbers = accuracy(Table(), batches, lambda images: images)
-    assert numbers["images"] == 3
+    assert numbers["val_images"] == 3
     assert numbers["top1_percent"] == pytest.approx(100 / 3)
     assert numbers["top5_percent"] == pytest.approx(100 / 3)  # the other two targets are ranked last of six
     by_hand = sum(
@@ -52,7 +52,8 @@ def test_top5_with_fewer_classes():
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_label_smoothing_by_hand(smoothing):
     logits, target = [1.0, 2.0, -1.0], 1
-    loss = task(MixParams(mixup=0, cutmix=0, label_smoothing=smoothing)).loss((image_of(logits), torch.tensor([target])))["loss"]
+    made = task(MixParams(mixup=0, cutmix=0, label_smoothing=smoothing))
+    loss = made.loss(made.model, (image_of(logits), torch.tensor([target])))["loss"]
     log_sum = math.log(sum(math.exp(v) for v in logits))
     expected = sum(((1 - smoothing) * (i == target) + smoothing / 3) * (log_sum - v) for i, v in enumerate(logits))
     assert float(loss) == pytest.approx(expected, rel=1e-6)
@@ -62,7 +63,8 @@ def test_mixup_by_hand():
     """lambda from the same NumPy draws; the image pairs with the one from the batch's other end, and so does the target."""
     rows, targets = ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]), torch.tensor([1, 2])
     np.random.seed(5)
-    loss = task(MixParams(mixup=0.8, cutmix=0, label_smoothing=0)).loss((image_of(*rows), targets))["loss"]
+    made = task(MixParams(mixup=0.8, cutmix=0, label_smoothing=0))
+    loss = made.loss(made.model, (image_of(*rows), targets))["loss"]
     np.random.seed(5)
     np.random.rand()  # whether to mix
     lam = float(np.float32(np.random.beta(0.8, 0.8)))

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 
+from repro.models.pyramid import build_pyramid
 from repro.tasks.detection.mask_rcnn import (
     Anchors,
     IouMatcher,
@@ -31,7 +33,7 @@ class Maps(nn.Module):
 
     def __init__(self, embed_dim=8):
         super().__init__()
-        self.embed_dim = embed_dim
+        self.channels = (embed_dim,) * 4
         self.stem = nn.Conv2d(3, embed_dim, 4, stride=4)
         self.down = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 2, stride=2) for _ in range(3)])
 
@@ -303,3 +305,24 @@ def test_detections_are_in_pixels_of_the_picture():
     torch.testing.assert_close(larger[1], own[1])
     height, width = own[0]["boxes"][:, 3], own[0]["boxes"][:, 2]
     assert height.max() <= 70 and width.max() <= 90  # and not the padded 96
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "channels"),
+    [
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}, (8, 16, 32, 64)),
+        ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
+    ],
+)
+def test_a_hierarchical_backbone_is_trained_and_detects(name, options, channels):
+    torch.manual_seed(0)
+    model = MaskRcnn(build_pyramid(name, options=options, drop_path_rate=0.1), 3, SMALL)
+    assert [block[0].in_channels for block in model.fpn.inner_blocks] == list(channels)
+    losses = model(*samples())
+    sum(losses.values()).backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
+    scales = {group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5)}
+    assert max(scales) == 1 and len(scales) > 4
+    with torch.no_grad():
+        (found,) = model.eval().detect([sample(64, 96, [])[0]], [(50, 60)])
+    assert found["masks"].shape[1:] == (50, 60)

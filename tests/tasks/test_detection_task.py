@@ -194,7 +194,7 @@ def learnt(tmp_path_factory):
     losses = []
     for step in range(80):
         (batch,) = task.batches(step, 0)
-        found = task.loss(batch)
+        found = task.loss(task.model, batch)
         optimizer.zero_grad()
         found["loss"].backward()
         optimizer.step()
@@ -210,7 +210,7 @@ def test_two_pictures_are_learnt(learnt):
     for name in ("loss", "loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_mask"):  # that of boxes begins where none was proposed
         assert np.mean([step[name] for step in losses[-10:]]) < 0.8 * losses[0][name], name
     metrics = task.evaluate(task.model)
-    assert metrics["images"] == 2 and "ap_large_box_percent" not in metrics
+    assert metrics["val_images"] == 2 and "ap_large_box_percent" not in metrics
     assert metrics["ap50_box_percent"] > 90 and metrics["ap50_mask_percent"] > 90
 
 
@@ -271,5 +271,5 @@ def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
         done = subprocess.run([*command, tmp_path / "program.py", tmp_path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-3000:]
     one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]
-    assert one["images"] == 2 and one["ap_box_percent"] > 10
+    assert one["val_images"] == 2 and one["ap_box_percent"] > 10
     assert two == [one, one]

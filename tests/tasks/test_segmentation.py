@@ -42,7 +42,7 @@ def image_of(labels):
 def test_perfect_predictions_score_everything():
     labels = np.random.default_rng(0).integers(0, 4, (2, 32, 64))
     metrics, iou = measure(reader(5), [(image_of(each), torch.from_numpy(each)[None]) for each in labels], 5)
-    assert metrics == {"miou_percent": 100, "macc_percent": 100, "aacc_percent": 100, "images": 2}
+    assert metrics == {"miou_percent": 100, "macc_percent": 100, "aacc_percent": 100, "val_images": 2}
     assert iou == [100, 100, 100, 100, None]  # the fifth class is nowhere
 
 
@@ -81,13 +81,13 @@ def test_a_batch_can_be_learned_by_heart(task):
     batch = next(task.batches(0, 0))
     optimizer = torch.optim.Adam(task.model.parameters(), lr=0.02)
     task.model.train()
-    first = task.loss(batch)
+    first = task.loss(task.model, batch)
     assert set(first) == {"loss", "loss_decode", "loss_aux", "accuracy_percent"} and all(value.shape == () for value in first.values())
     torch.testing.assert_close(first["loss"], first["loss_decode"] + first["loss_aux"])
     labelled = (batch[1] != IGNORED).float().mean().item()
     assert first["loss_decode"].item() == pytest.approx(labelled * np.log(5), rel=0.1)  # the classifiers start small
     for _ in range(60):
-        losses = task.loss(batch)
+        losses = task.loss(task.model, batch)
         optimizer.zero_grad()
         losses["loss"].backward()
         optimizer.step()
@@ -98,7 +98,7 @@ def test_a_batch_can_be_learned_by_heart(task):
 def test_every_validation_image_counts_once_and_at_its_own_size(task):
     task.model.eval()
     metrics = task.evaluate(task.model)
-    assert metrics["images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
+    assert metrics["val_images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
     right = labelled = 0
     for index in range(3):
         pixels, values = task.val.dataset.pairs.read(index)
@@ -118,7 +118,7 @@ def test_every_validation_image_counts_once_and_at_its_own_size(task):
         ).evaluate(task.model)
         for rank in range(2)
     ]
-    assert [part["images"] for part in parts] == [2, 1]
+    assert [part["val_images"] for part in parts] == [2, 1]
 
 
 def test_batches_are_split_and_named(task):

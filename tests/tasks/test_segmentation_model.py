@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from repro.models.adapter import build_adapter
+from repro.models.pyramid import build_pyramid
 from repro.tasks.segmentation.data import IGNORED
 from repro.tasks.segmentation.openmmlab import PixelData, SegDataSample
 from repro.tasks.segmentation.params import UperNetParams
@@ -40,7 +40,7 @@ def test_heads_have_the_published_parameters(dim, head, aux):
 @pytest.mark.parametrize(("size", "total"), [("tiny", 36.1), ("small", 57.6), ("base", 133.6)])
 def test_upernet_on_vit_has_the_published_parameters(size, total):
     with torch.device("meta"):
-        adapter = build_adapter(f"deit_{size}_patch16_224", features="each")
+        adapter = build_pyramid(f"deit_{size}_patch16_224", features="each")
         model = build_upernet(adapter, UperNetParams(), num_classes=150, window=512, stride=341)
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == total
 
@@ -107,11 +107,39 @@ def test_an_image_smaller_than_a_window_is_a_window_of_its_own():
     assert torch.equal(label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "channels"),
+    [
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}, (8, 16, 32, 64)),
+        ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
+    ],
+)
+def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels):
+    torch.manual_seed(0)
+    backbone = build_pyramid(name, options=options, features="each", drop_path_rate=0.1)
+    model = build_upernet(backbone, NARROW, num_classes=3, window=64, stride=43).train()
+    assert model.decode_head.in_channels == list(channels) and model.auxiliary_head.in_channels == channels[2]
+    images, labels = torch.randn(2, 3, 64, 96), torch.randint(0, 3, (2, 64, 96))
+    losses = model(images, [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels], mode="loss")
+    sum(value for name, value in losses.items() if "loss" in name).backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
+    with torch.no_grad():
+        assert label_map(model.eval(), images[:1], (20, 30)).shape == (20, 30)
+
+
+def test_a_swin_in_mmsegmentations_registry():
+    from repro.tasks.segmentation.mmseg_backbone import VitttAdapter
+
+    options = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+    maps = VitttAdapter("swin_tiny_patch4_window7_224", options=options)(torch.zeros(1, 3, 64, 64))
+    assert [tuple(level.shape) for level in maps] == [(1, 8, 16, 16), (1, 16, 8, 8), (1, 32, 4, 4), (1, 64, 2, 2)]
+
+
 def test_importing_and_building_says_nothing():
     code = (
         "import torch; from repro.tasks.segmentation.upernet import build_upernet\n"
         "from repro.tasks.segmentation.params import UperNetParams\n"
-        "backbone = torch.nn.Conv2d(3, 8, 1); backbone.embed_dim = 8\n"
+        "backbone = torch.nn.Conv2d(3, 8, 1); backbone.channels = (8,) * 4\n"
         "build_upernet(backbone, UperNetParams(channels=8, aux_channels=4), num_classes=2, window=32, stride=32)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from repro.tasks.threshold import Threshold, _otsu
+from repro.tasks.dense.otsu import OtsuBaseline, _otsu
 
 # a frame, a cross and a bar
 SHAPES = {4: np.pad(np.zeros((4, 4)), 2, constant_values=1), 5: np.maximum(*np.indices((8, 8)) // 3 == 1), 6: np.ones((8, 3))}
@@ -16,7 +16,7 @@ def enlarged(label, factor):
 
 @pytest.fixture(scope="module")
 def baseline():
-    return Threshold((torch.nn.functional.pad(enlarged(label, factor), (3, 5, 2, 1)), label) for label in SHAPES for factor in (2, 5))
+    return OtsuBaseline((torch.nn.functional.pad(enlarged(label, factor), (3, 5, 2, 1)), label) for label in SHAPES for factor in (2, 5))
 
 
 def picture():

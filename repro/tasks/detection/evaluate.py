@@ -76,7 +76,7 @@ def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dic
     own = [{name: value for name, value in result.items() if name != left_out} for result in results]
     if own:
         found = truth.loadRes(own)
-    else:  # of which loadRes looks at the first
+    else:  # loadRes looks at the first result
         found = COCO()
         found.dataset = {**truth.dataset, "annotations": []}
         found.createIndex()

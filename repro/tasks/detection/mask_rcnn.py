@@ -1,6 +1,6 @@
-"""Mask R-CNN with mmdet's R50-FPN settings: torchvision's parts where they agree with these, subclasses where they do not.
+"""Mask R-CNN with mmdet's R50-FPN settings: torchvision's parts where they agree with mmdet's, subclasses where they do not.
 
-Dimensions: B images, G ground-truth boxes, A anchors of an image, K boxes of all images, P positive ones, C classes with the
+Dimensions: B images, G ground-truth boxes, A anchors per image, K boxes of all images, P positive boxes, C classes with the
 background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in pixels.
 """
 
@@ -36,21 +36,21 @@ class MaskRcnn(nn.Module):
     """Mask R-CNN.
 
     Args:
-        backbone: images (B, 3, H, W), H and W multiples of 32 -> four maps (B, embed_dim, ., .) of strides 4, 8, 16, 32.
-        num_classes: without the background.
-        params: sizes.
+        backbone: a `repro.models.pyramid.Pyramid`.
+        num_classes: number of classes, without the background.
+        params: sizes of the heads.
     """
 
     def __init__(self, backbone: nn.Module, num_classes: int, params: MaskRcnnParams):
         super().__init__()
         self.backbone = backbone
-        self.fpn = FeaturePyramidNetwork([backbone.embed_dim] * 4, params.fpn_channels, LastLevelMaxPool())
+        self.fpn = FeaturePyramidNetwork(list(backbone.channels), params.fpn_channels, LastLevelMaxPool())
         for layer in self.fpn.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.xavier_uniform_(layer.weight)
         self.rpn = ProposalNetwork(params)
         self.roi_heads = Heads(num_classes + 1, params)
-        # values of bytes
+        # for pixel values from 0 to 255
         self.register_buffer("pixel_mean", 255 * torch.tensor(IMAGENET_DEFAULT_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", 255 * torch.tensor(IMAGENET_DEFAULT_STD).view(3, 1, 1), persistent=False)
 
@@ -59,10 +59,10 @@ class MaskRcnn(nn.Module):
 
         Args:
             images: uint8 (3, H, W), each of its own size.
-            targets: for each, `boxes` (G, 4), `labels` (G,) int64 in 1..num_classes and `masks` (G, H, W) uint8; G may be 0.
+            targets: for each image `boxes` (G, 4), `labels` (G,) int64 in 1..num_classes and `masks` (G, H, W) uint8; G may be 0.
 
         Returns:
-            Scalars `loss_rpn_cls`, `loss_rpn_box`, `loss_cls`, `loss_box` and `loss_mask`, each of weight 1.
+            The scalars `loss_rpn_cls`, `loss_rpn_box`, `loss_cls`, `loss_box` and `loss_mask`, each with weight 1.
         """
         batch, features = self._features(images)
         proposals, rpn = self.rpn(batch, features, targets)
@@ -71,14 +71,14 @@ class MaskRcnn(nn.Module):
 
     @torch.inference_mode()
     def detect(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Detections]:
-        """What a model in eval mode sees in images.
+        """The objects that a model in eval mode finds in images.
 
         Args:
             images: uint8 (3, H, W), each of its own size.
-            sizes: for each, height and width of the picture that the result is for.
+            sizes: for each image the height and width of the picture to which the result refers.
 
         Returns:
-            For each image `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, height, width) bool.
+            For each image `boxes` (K, 4), `labels` (K,), `scores` (K,) in descending order, and `masks` (K, height, width) bool.
         """
         batch, features = self._features(images)
         detections = self.roi_heads(features, self.rpn(batch, features)[0], batch.image_sizes)[0]
@@ -89,15 +89,15 @@ class MaskRcnn(nn.Module):
         return detections
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """For timm's layer-wise decay: the backbone's groups, all else in the last of them."""
+        """The backbone's groups for timm's layer-wise decay; everything else is in the last group."""
         return self.backbone.group_matcher(coarse, prefix="backbone.")
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts."""
+        """The parameters that the backbone exempts."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def _features(self, images: Sequence[Tensor]) -> tuple[ImageList, dict[str, Tensor]]:
-        """Images normalised and padded at the right and the bottom to one size, a multiple of 32; the maps P2 to P6 of them."""
+        """The images, normalised and padded at the right and the bottom to one size, a multiple of 32; and their maps P2 to P6."""
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         height, width = (math.ceil(max(side) / 32) * 32 for side in zip(*sizes, strict=True))
         batch = self.pixel_mean.new_zeros(len(images), 3, height, width)
@@ -107,9 +107,9 @@ class MaskRcnn(nn.Module):
 
 
 class Anchors(AnchorGenerator):
-    """Unrounded anchors around (i * stride, j * stride) for the fixed strides of P2 to P6, three ratios of one area per level.
+    """Unrounded anchors around (i * stride, j * stride) for the fixed strides of P2 to P6: three ratios of one area per level.
 
-    torchvision rounds their sides and takes image // grid for the stride: 61 instead of 64 where 800 pixels have 13 rows.
+    torchvision rounds their sides, and uses image // grid as the stride: 61 instead of 64 where 800 pixels have 13 rows.
     """
 
     def __init__(self, scale: float):
@@ -122,12 +122,12 @@ class Anchors(AnchorGenerator):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """(A, 4) around the origin: height / width = ratio at the area scale²."""
+        """(A, 4) around the origin, with height / width = ratio and the area scale²."""
         sides = [(scale / math.sqrt(ratio), scale * math.sqrt(ratio)) for ratio in aspect_ratios for scale in scales]
         return torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in sides], dtype=dtype, device=device)
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """(A, 4) for each image, in fp32 whatever the maps are: bf16 knows no pixel beyond 256."""
+        """(A, 4) for each image, in fp32 whatever the dtype of the maps: bf16 cannot represent every pixel position beyond 256."""
         self.set_cell_anchors(torch.float32, feature_maps[0].device)
         anchors = self.grid_anchors([maps.shape[-2:] for maps in feature_maps], [(stride, stride) for stride in STRIDES])
         return [torch.cat(anchors)] * len(image_list.image_sizes)
@@ -136,7 +136,7 @@ class Anchors(AnchorGenerator):
 class IouMatcher(Matcher):
     """Assigns boxes to ground truth by IoU: positive from `high` on, negative below `low`.
 
-    Beside these, the boxes that overlap a ground truth most, ties included, are assigned to that one (torchvision: to the one that
+    In addition, the boxes that overlap a ground truth most, ties included, are assigned to it (torchvision: to the ground truth that
     they overlap most themselves) if the IoU is at least `min_quality` (torchvision: above 0); the last ground truth wins.
     """
 
@@ -152,10 +152,10 @@ class IouMatcher(Matcher):
 
 
 class ProposalHead(RPNHead):
-    """torchvision's, with outputs in fp32 under autocast."""
+    """torchvision's RPN head, with outputs in fp32 also under autocast."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Maps -> objectness (B, 3, h, w) and box deltas (B, 12, h, w) of each."""
+        """Maps -> objectness (B, 3, h, w) and box deltas (B, 12, h, w) for each map."""
         objectness, deltas = super().forward(x)
         return [level.float() for level in objectness], [level.float() for level in deltas]
 
@@ -176,12 +176,12 @@ class ProposalNetwork(RegionProposalNetwork):
             nms_thresh=0.7,
         )
         self.proposal_matcher = IouMatcher(0.7, 0.3, min_quality=0.3)
-        self.min_size = torch.finfo(torch.float32).tiny  # only empty boxes are dropped
+        self.min_size = torch.finfo(torch.float32).tiny  # drops only empty boxes
 
     def compute_loss(
         self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Binary cross-entropy and L1, both the sum over the sampled anchors of all images divided by their number."""
+        """Binary cross-entropy and L1 loss, both summed over the sampled anchors of all images and divided by their number."""
         positive, negative = (torch.cat(chosen).bool() for chosen in self.fg_bg_sampler(labels))
         sampled = torch.where(positive | negative)[0]
         loss_cls = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])
@@ -191,9 +191,9 @@ class ProposalNetwork(RegionProposalNetwork):
 
 
 class PyramidRoiAlign(nn.Module):
-    """RoIAlign with half-pixel centres and adaptive sampling from the level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped.
+    """RoIAlign with half-pixel centres and adaptive sampling, from the level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped.
 
-    torchvision's own has neither, and keeps the strides that it guesses from the first images it sees.
+    torchvision's has neither, and keeps the strides that it guesses from the first images it sees.
     """
 
     def __init__(self, side: int):
@@ -201,7 +201,7 @@ class PyramidRoiAlign(nn.Module):
         self.side, self.level_of = side, LevelMapper(2, 5)
 
     def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
-        """Maps (B, channels, ., .) by level and boxes by image -> (K, channels, side, side), fp32."""
+        """Maps (B, channels, ., .) by level, and boxes by image -> (K, channels, side, side), fp32."""
         levels = self.level_of(boxes)
         levels_by_image = levels.split([len(of_image) for of_image in boxes])
         maps = list(features.values())
@@ -216,8 +216,8 @@ class Heads(RoIHeads):
     """Box and mask heads with an L1 loss, mask targets of zeros and ones, and mmdet's initialisation.
 
     Args:
-        num_classes: C, the background included.
-        params: sizes.
+        num_classes: C, with the background.
+        params: sizes of the heads.
     """
 
     def __init__(self, num_classes: int, params: MaskRcnnParams):
@@ -254,7 +254,7 @@ class Heads(RoIHeads):
         image_shapes: list[tuple[int, int]],
         targets: Sequence[Target] | None = None,
     ) -> tuple[list[Detections], dict[str, Tensor]]:
-        """Losses in training mode, else detections with `masks` (K, S, S), probabilities within the box."""
+        """The losses in training mode, otherwise detections with `masks` (K, S, S), probabilities within the box."""
         if self.training:
             proposals, matched, labels, regression = self.select_training_samples(proposals, targets)
         box_features = self.box_head(self.box_roi_pool(features, proposals, image_shapes))
@@ -268,24 +268,24 @@ class Heads(RoIHeads):
         positive = [of_image > 0 for of_image in labels]
         boxes, labels, matched = ([x[keep] for x, keep in zip(xs, positive, strict=True)] for xs in (proposals, labels, matched))
         masks = self._masks(features, boxes, labels, image_shapes)
-        wanted = [
+        expected = [
             mask_targets(target["masks"], own, index, masks.shape[-1]) for target, own, index in zip(targets, boxes, matched, strict=True)
         ]
-        loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(wanted), reduction="sum") / max(1, masks.numel())
+        loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(1, masks.numel())
         return [], {"loss_cls": loss_cls, "loss_box": loss_box, "loss_mask": loss_mask}
 
     def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
-        """Mask logits (K, S, S), each of its box's class, fp32."""
+        """Mask logits (K, S, S), fp32, each for the class of its box."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))
         return logits[torch.arange(len(logits), device=logits.device), torch.cat(labels)].float()
 
 
 def box_losses(logits: Tensor, deltas: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and L1 of the box head, both the sum over the sampled proposals divided by their number.
+    """Cross-entropy and L1 loss of the box head, both summed over the sampled proposals and divided by their number.
 
     Args:
         logits: (K, C).
-        deltas: (K, 4C), the box of each class; that of the right one counts.
+        deltas: (K, 4C), a box for each class; only that of the true class counts.
         labels: (K,) int64, 0 for the background, whose boxes do not count.
         targets: (K, 4).
     """
@@ -295,12 +295,12 @@ def box_losses(logits: Tensor, deltas: Tensor, labels: Tensor, targets: Tensor) 
 
 
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    """What the mask head should say: RoIAlign of the bitmap under each box, 1 where it is at least 0.5.
+    """The targets of the mask head: RoIAlign of the bitmap under each box, 1 where it is at least 0.5.
 
     Args:
         masks: (G, H, W) uint8.
         boxes: (P, 4).
-        matched: (P,) int64, the mask of each box.
+        matched: (P,) int64, the index of each box's mask.
         side: S.
 
     Returns:
@@ -311,7 +311,7 @@ def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Te
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks of boxes as masks of the picture: sampled bilinearly at the pixels' centres, true from 0.5 on.
+    """Masks of boxes -> masks of the picture: sampled bilinearly at the centres of the pixels, true from 0.5 on.
 
     Args:
         masks: (K, S, S) probabilities within the boxes.
@@ -324,7 +324,7 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     height, width = size
     pasted = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
     for canvas, mask, (x1, y1, x2, y2) in zip(pasted, masks, boxes.tolist(), strict=True):
-        # beyond the box zeros make up half of every sample or more, and nothing reaches 0.5
+        # beyond the box, zeros are at least half of every sample, and nothing reaches 0.5
         rows = slice(max(0, math.floor(y1)), min(height, math.ceil(y2)))
         columns = slice(max(0, math.floor(x1)), min(width, math.ceil(x2)))
         y = (torch.arange(rows.start, rows.stop, device=masks.device) + 0.5 - y1) / (y2 - y1) * 2 - 1

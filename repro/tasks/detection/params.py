@@ -1,8 +1,10 @@
-"""Mask R-CNN's part of params sections. Imports nothing heavy: the stage modules need it for `--help`."""
+"""The parameters of a detector's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 
 from ...core.config import bounded
+from ...data.settings import DetectionTransformSettings
+from ..dense.params import DenseParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,3 +38,16 @@ class MaskRcnnParams:
     roi_samples: int = bounded(512, ge=4)
     min_score: float = bounded(0.05, ge=0, le=1)
     max_detections: int = bounded(100, ge=1, le=100)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectParams(DenseParams):
+    """A cell of `detect:`.
+
+    Args:
+        mask_rcnn: sizes of the detector.
+        transform: how large its inputs are, and how they are varied.
+    """
+
+    mask_rcnn: MaskRcnnParams = MaskRcnnParams()
+    transform: DetectionTransformSettings

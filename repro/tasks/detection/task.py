@@ -17,20 +17,20 @@ _TRAINED_ON = ("boxes", "labels", "masks")
 
 
 class Detection:
-    """The engine's task: see `repro.engine.loop.Task`.
+    """The engine's task: see `repro.training.loop.Task`.
 
     A batch is a list of images, uint8 (3, H, W), and a list of targets: `boxes` (G, 4), `labels` (G,) in 1..C, `masks` (G, H, W),
     `image_id` and `original_size`, the height and width of the picture in the annotation file.
 
     Args:
-        model: what is trained.
-        train: training batches.
-        val: validation batches, every image once.
-        batch_size: images per step, of all ranks together.
+        model: the detector.
+        train: the training batches of this rank.
+        val: the validation batches of this rank, every image once.
+        batch_size: images per step, over all ranks together.
         annotations: COCO's file of the validation images.
-        category_ids: its id of label 1, 2, ...
-        device: where the model lies.
-        ranks: the processes that train together; the loaders give this one's share.
+        category_ids: that file's id of label 1, 2, ...
+        device: the device of the model.
+        ranks: the processes that train together.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Detection:
         device: torch.device,
         ranks: Ranks = Ranks(),
     ):
-        self.model = self.network = model
+        self.model = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
         self.annotations, self.category_ids = annotations, category_ids
@@ -54,11 +54,11 @@ class Detection:
         """The batches of an epoch from number `start` on."""
         return self.train.batches(epoch, start)
 
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, network: MaskRcnn, batch: Batch) -> dict[str, Tensor]:
         """The sum of Mask R-CNN's five losses, and each of them."""
         images, targets = batch
         targets = [{name: target[name].to(self.device, non_blocking=True) for name in _TRAINED_ON} for target in targets]
-        losses = self.network(images, targets)
+        losses = network(images, targets)
         return {"loss": sum(losses.values()), **losses}
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
@@ -68,7 +68,7 @@ class Detection:
         return [(images[start : start + size], targets[start : start + size]) for start in range(0, size * parts, size)]
 
     def evaluate(self, model: MaskRcnn) -> dict[str, float]:
-        """Average precision on the validation images of all ranks and their number; sizes without objects are left out."""
+        """Average precision over the validation images of all ranks, and their number; sizes without objects are left out."""
         results, images_seen = [], 0
         for images, targets in self.val:
             images_seen += len(images)
@@ -78,13 +78,13 @@ class Detection:
         everyone = self.ranks.gather(results)
         metrics = coco_metrics(self.annotations, [result for own in everyone for result in own]) if self.ranks.first else {}
         known = {name: value for name, value in self.ranks.from_first(metrics).items() if value is not None}
-        return known | {"images": int(self.ranks.sum([images_seen])[0])}
+        return known | {"val_images": int(self.ranks.sum([images_seen])[0])}
 
     def describe(self, epoch: int, number: int) -> list[str]:
         """The files of this rank's batch."""
         return self.train.files(epoch, number)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        """For each image its size, and its boxes as the model was given them."""
+        """The size of each image, and its boxes as the model got them."""
         pairs = zip(*batch, strict=True)
         return {"images": [{"image_id": t["image_id"], "size": list(image.shape[1:]), "boxes": t["boxes"].tolist()} for image, t in pairs]}

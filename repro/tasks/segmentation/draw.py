@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
-from ...data.imagenet import ToInput
+from ...data.classification import ToInput
 from .data import resize
 from .openmmlab import ADE20KDataset, EncoderDecoder
 from .params import SegmentationTransformSettings

@@ -1,27 +1,28 @@
-"""This project's backbones in mmsegmentation's registry, for configs of one's own: `docs/examples/upernet_vittt_tiny_ade20k.py`."""
+"""This project's backbones in mmsegmentation's registry, for configs like `docs/examples/upernet_vittt_tiny_ade20k.py`."""
 
 from pathlib import Path
 
 from torch import Tensor
 
-from ...models.adapter import build_adapter
-from ...models.transfer import load_backbone
+from ...models.checkpoints import open_weights
+from ...models.pyramid import build_pyramid, load_backbone
 from .openmmlab import MODELS, BaseModule
 
 
 @MODELS.register_module()
 class VitttAdapter(BaseModule):
-    """A plain backbone and its ViT-Adapter as `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224", ...)`.
+    """A backbone as a pyramid of maps, in a config `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224", ...)`.
 
     Args:
-        name: a model of this project, or a ViT of timm's.
-        options: what else the backbone takes.
-        drop_path_rate: of the adapter, and the last in the backbone's linear rise from 0.
+        name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one of timm's has its own maps.
+        options: further arguments of the backbone.
+        drop_path_rate: of the adapter, and of the backbone's last block, to which the rates rise linearly from 0.
         freeze_backbone: train the adapter alone.
-        weights: of the backbone: a file of `repro pretrain`, or an official one.
+        weights: of the backbone: a file of `repro pretrain`, an official one, or one that timm can load.
 
     Raises:
-        ValueError: an unknown model, or one that the adapter does not fit. UserError: weights that do not fit.
+        ValueError: an unknown model, or one that does not fit.
+        UserError: weights that do not fit.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class VitttAdapter(BaseModule):
         weights: str | None = None,
     ):
         super().__init__()
-        self.adapter = build_adapter(name, options=options, features="each", drop_path_rate=drop_path_rate, freeze_backbone=freeze_backbone)
+        self.adapter = build_pyramid(name, options=options, features="each", drop_path_rate=drop_path_rate, freeze_backbone=freeze_backbone)
         if weights is not None:
-            load_backbone(self.adapter, Path(weights))
+            load_backbone(self.adapter, open_weights(Path(weights), model=name))
 
     def init_weights(self) -> None:
-        """Nothing: all is initialised, or loaded, when it is built, and mmengine calls this later."""
+        """Do nothing: everything was initialised or loaded by the constructor, and mmengine calls this later."""
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Normalised images (B, 3, H, W) -> maps (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16), (B, D, H/32, W/32)."""
+        """Normalised images (B, 3, H, W) -> maps of strides 4, 8, 16 and 32; see `repro.models.pyramid.Pyramid`."""
         return tuple(self.adapter(images))

@@ -1,8 +1,9 @@
-"""The segmentation parts of params sections. Imports nothing heavy: the stage modules need them for `--help`."""
+"""The parameters of a segmenter's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 
 from ...core.config import bounded
+from ..dense.params import DenseParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,3 +56,16 @@ class SegmentationTransformSettings:
         for name in ("mean", "std"):
             if len(getattr(self, name)) != 3:
                 raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentParams(DenseParams):
+    """A cell of `segment:`.
+
+    Args:
+        upernet: widths of the heads.
+        transform: how an image and its label map are resized, cropped and varied, and the windows of the evaluation.
+    """
+
+    upernet: UperNetParams = UperNetParams()
+    transform: SegmentationTransformSettings

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.errors import UserError
 from ...core.ranks import Ranks
-from ...data.imagenet import ToInput
+from ...data.classification import ToInput
 from ...data.loader import EvalLoader, TrainLoader
 from .data import IGNORED, Batch
 from .openmmlab import EncoderDecoder, IoUMetric, PixelData, SegDataSample
@@ -17,19 +17,19 @@ from .params import SegmentationTransformSettings
 
 
 class Segmentation:
-    """The engine's task: see `repro.engine.loop.Task`.
+    """The engine's task: see `repro.training.loop.Task`.
 
-    `class_iou_percent` has the IoU of each class at the last evaluation, None for one that neither labels nor predictions have.
+    `class_iou_percent` has the IoU of each class at the last evaluation; it is None for a class that occurs neither in labels nor in predictions.
 
     Args:
         model: of `build_upernet`.
-        train: training batches.
-        val: validation images, one by one, every one once.
-        batch_size: images per step, of all ranks together.
-        transform: how batches become inputs of the model.
-        classes: their names.
-        device: where the model lies.
-        ranks: the processes that train together; the loaders give this one's share.
+        train: the training batches of this rank.
+        val: the validation images of this rank, one at a time, every image once.
+        batch_size: images per step, over all ranks together.
+        transform: makes inputs of the model from batches.
+        classes: the names of the classes.
+        device: the device of the model.
+        ranks: the processes that train together.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Segmentation:
         device: torch.device,
         ranks: Ranks = Ranks(),
     ):
-        self.model = self.network = model
+        self.model = model
         self.train, self.val, self.device, self.ranks = train, val, device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
         self.to_input, self.classes = ToInput(transform, device), classes
@@ -54,11 +54,11 @@ class Segmentation:
         """The batches of an epoch from number `start` on."""
         return self.train.batches(epoch, start)
 
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Both heads' cross-entropies, the auxiliary one weighted, their sum, and UperNet's share of right labelled pixels."""
+    def loss(self, network: EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
+        """The cross-entropies of both heads, the auxiliary one weighted, their sum, and the share of pixels that UperNet labels right."""
         labels = batch[1].to(self.device, non_blocking=True).long()
         samples = [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels]
-        found = self.network(self.to_input(batch[0]), samples, mode="loss")
+        found = network(self.to_input(batch[0]), samples, mode="loss")
         decode, aux = found["decode.loss_ce"], found["aux.loss_ce"]
         return {"loss": decode + aux, "loss_decode": decode, "loss_aux": aux, "accuracy_percent": found["decode.acc_seg"].squeeze()}
 
@@ -66,14 +66,14 @@ class Segmentation:
         """A batch in equal parts.
 
         Raises:
-            UserError: parts of one image on one process, of which pyramid pooling leaves batch norm a single value.
+            UserError: parts of one image on one process, since pyramid pooling leaves batch norm a single value of one image.
         """
         if len(batch[0]) == parts and self.ranks.world_size == 1:
             raise UserError("UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size")
         return list(zip(*(t.chunk(parts) for t in batch), strict=True))
 
     def evaluate(self, model: EncoderDecoder) -> dict[str, float]:
-        """Mean IoU, mean accuracy and pixel accuracy in percent over the whole validation split, whatever the ranks."""
+        """Mean IoU, mean accuracy and pixel accuracy in percent over the whole validation split, whatever the number of ranks."""
         metrics, iou = measure(lambda image, size: label_map(model, self.to_input(image), size), self.val, len(self.classes), self.ranks)
         self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
         return metrics
@@ -83,7 +83,7 @@ class Segmentation:
         return self.train.files(epoch, number)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        """How many of a batch's pixels have each label."""
+        """The number of pixels of each label in a batch."""
         values, counts = batch[1].unique(return_counts=True)
         return {"pixels_of_label": dict(zip(values.tolist(), counts.tolist(), strict=True))}
 
@@ -114,7 +114,7 @@ def measure(
         ranks: over which the areas are added up.
 
     Returns:
-        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `images`; and the IoU
+        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `val_images`; and the IoU
         of each class in percent, None where it occurs neither in labels nor in predictions.
     """
     areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
@@ -127,4 +127,4 @@ def measure(
     found = IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
     means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
     metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}
-    return metrics | {"images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]
+    return metrics | {"val_images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]

@@ -1,0 +1,93 @@
+"""The record of parameters and multiply-adds: what `repro complexity` writes."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.csvfile import write_csv
+from ..core.errors import UserError
+from ..core.paths import Paths
+from ..core.record import make_identity, write_record
+from ..core.ui import track
+from ..measure.adapted import AdaptedCost, adapted_cost
+from ..measure.flops import Cost, cost, saved_percent
+from ..measure.speed import row_id
+from .params import ADAPTER, ComplexityParams, SizePair
+
+SAVED_AT = 1280  # the image size at which the paper states what Vittt saves (Fig. 1)
+COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention")
+
+
+def run_complexity(params: ComplexityParams, paths: Paths) -> None:
+    """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
+
+    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, for a backbone with an adapter also
+    `macs_g_paper_convention`, see `repro.measure.adapted`; `saved_at_1280_percent`, the multiply-adds that Vittt saves against its
+    baseline by size; `dwconv_params_m`, the parameters that the 3x3 depth-wise convolution adds by size.
+
+    Raises:
+        UserError: an unknown model or option, or an image size that a model refuses.
+    """
+    started = time.monotonic()
+    wanted = {row_id(*row): row for row in params.rows()}
+    print(f"complexity: counting {len(wanted)} rows")
+    costs = {name: count_row(*row) for name, row in track(list(wanted.items()), "counting", unit="rows")}
+    saved, dwconv = _compare_pairs(params.sizes)
+
+    folder = paths.results / "complexity"
+    rows = {name: _make_row(*wanted[name], counted) for name, counted in costs.items()}
+    table = [{**row, "row": name, "image_size": name.rpartition("@")[2]} for name, row in rows.items()]
+    write_csv(folder / "rows.csv", table, COLUMNS)
+    write_csv(folder / "terms.csv", [term for name, counted in costs.items() for term in _list_terms(name, counted)])
+    metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
+    counted_only = "none: counted, not run"
+    identity = make_identity(paths.root, ["stages.complexity"], params, device=counted_only, dtype="fp32", backend=counted_only)
+    write_record(folder, metrics, identity, time.monotonic() - started)
+    savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
+    print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")
+
+
+def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
+    """Count one row of `ComplexityParams.rows`; raises a UserError that names a row that cannot be counted."""
+    try:
+        if model == ADAPTER:
+            return adapted_cost(options["backbone"], image_size)
+        return cost(model, options, image_size)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"complexity: {row_id(model, options, image_size)}: {error}") from None
+
+
+def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
+    """By size: percent of multiply-adds saved against the baseline, and millions of parameters of the depth-wise convolution."""
+    saved, dwconv = {}, {}
+    for size, pair in sizes.items():
+        ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
+        if "dwconv" not in ours.param_terms:
+            raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
+        saved[size] = saved_percent(ours.macs, baseline.macs)
+        dwconv[size] = ours.param_terms["dwconv"] / 1e6
+    return saved, dwconv
+
+
+def _make_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost) -> dict[str, Any]:
+    row = {
+        "model": model,
+        "options": dict(options),
+        "image_size": list(image_size),
+        "num_params": counted.num_params,
+        "params_m": round(counted.num_params / 1e6, 3),
+        "macs_g": counted.macs_g,
+        "method": counted.method,
+    }
+    if isinstance(counted, AdaptedCost):
+        row["macs_g_paper_convention"] = counted.macs_g_paper_convention
+    return row
+
+
+def _list_terms(name: str, counted: Cost) -> list[dict[str, Any]]:
+    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms}
+    if isinstance(counted, AdaptedCost):
+        kinds["macs_paper_convention"] = counted.paper_terms
+    return [
+        {"row": name, "kind": kind, "term": term, "value": value} for kind, terms in kinds.items() for term, value in terms.items() if value
+    ]

@@ -1,0 +1,116 @@
+"""The one loop that measures rows: in order, within a time limit, reusing the rows that a store holds."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..core.errors import RunError, UserError
+from ..measure.flops import cost
+from ..measure.op_rate import OPERATORS, measure_gate
+from ..measure.speed import RowSpec, measure, unmeasured_row
+from ..measure.sweep import RowSchedule
+from .store import RowStore
+
+
+def measure_rows(
+    specs: Sequence[RowSpec], store: RowStore, *, run: int = 1, budget_s: float | None = None, keep_failures: bool = True
+) -> dict[int, float]:
+    """Measure every row that the store does not hold, and print a line for each.
+
+    Args:
+        specs: the rows, those of one image size next to each other.
+        store: gets each row as soon as it is measured.
+        run: the number of this measurement of the rows, from 1 on.
+        budget_s: wall-clock seconds; image sizes that do not fit are left out. None for no limit.
+        keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
+
+    Returns:
+        Side in pixels of each image size that was left out -> seconds that its rows were expected to take.
+
+    Raises:
+        UserError: a model cannot be built at its image size; this is found before anything is measured.
+        RunError: a measuring process broke, and failures are not kept.
+    """
+    macs_g = _count_macs(specs)
+    found = [(spec, store.find_reusable_row(spec, run)) for spec in specs]
+    todo = [spec for spec, row in found if row is None]
+    if len(todo) < len(specs):
+        print(f"{len(specs) - len(todo)} of {len(specs)} rows are there from an earlier call", flush=True)
+    schedule = RowSchedule(todo, lambda spec: macs_g[spec.row_id], budget_s)
+    for spec, row in found:
+        if row is not None:
+            schedule.note(spec, row)
+    for number, (spec, remaining_s) in enumerate(schedule, 1):
+        began = time.monotonic()
+        row = _measure(spec, keep_failures)
+        schedule.note(spec, row, time.monotonic() - began)
+        store.add(spec, row, run)
+        print(f"[{number} of {len(todo)}{format_remaining(remaining_s)}] {format_row(spec, row)}", flush=True)
+    return schedule.left_out
+
+
+def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) -> None:
+    """Where a baseline ran out of memory, measure it and the Vittt of its size again, at the largest smaller batch that both fit."""
+    for spec in specs:
+        row = store.find_reusable_row(spec, run)
+        if row is None or row["status"] != "oom" or spec.model.startswith("vittt"):
+            continue
+        size = spec.model.split("_")[1]
+        ours = next((each for each in specs if each.model.startswith(f"vittt_{size}") and each.image_size == spec.image_size), None)
+        batch_size = spec.batch_size // 2
+        while ours is not None and batch_size:
+            pair = [replace(each, batch_size=batch_size) for each in (spec, ours)]
+            for each in pair:
+                if store.find_reusable_row(each, run) is None:
+                    store.add(each, measured := _measure(each, keep_failures=True), run)
+                    print(f"[pair at batch {batch_size}] {format_row(each, measured)}", flush=True)
+            if all(store.find_reusable_row(each, run)["status"] == "ok" for each in pair):
+                break
+            batch_size //= 2
+
+
+def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, device: str) -> list[dict[str, Any]]:
+    """Measure, for each of the families with an operator of this project's, whether that is fast enough for a fair comparison.
+
+    Returns:
+        A list of `repro.measure.op_rate.measure_gate`.
+    """
+    gates = []
+    for family in sorted(OPERATORS.keys() & set(families)):
+        gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))
+        verdict = "" if gate["holds"] else f": below {gate['at_least_percent']} %, no ratio against {family} will be given"
+        print(f"{gate['operator']}: {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True)
+    return gates
+
+
+def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
+    """The line that is printed for a measured row."""
+    if row["status"] != "ok":
+        return f"{spec.row_id}: {row['status']} ({row['reason']})"
+    memory = f", peak {row['peak_memory_mib']:.0f} MiB" if row["peak_memory_mib"] is not None else ""
+    return f"{spec.row_id}: {row['latency_ms']:.1f} ms, {row['throughput_img_per_s']:.2f} img/s{memory}"
+
+
+def format_remaining(seconds: float | None) -> str:
+    """The expected time as the end of a phrase; empty where it is unknown."""
+    if seconds is None:
+        return ""
+    return f", at most {seconds / 60:.0f} min left" if seconds >= 60 else f", {seconds:.0f} s left"
+
+
+def _count_macs(specs: Sequence[RowSpec]) -> dict[str, float]:
+    try:
+        return {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
+    except ValueError as error:
+        raise UserError(f"efficiency: {error}") from None
+
+
+def _measure(spec: RowSpec, keep_failures: bool) -> dict[str, Any]:
+    try:
+        return measure(spec)
+    except RuntimeError as error:
+        if not keep_failures:
+            raise RunError(f"efficiency: {error}") from None
+        # one row less must not end an hour of measuring
+        return unmeasured_row(spec, "failed", str(error).removeprefix(f"{spec.row_id}: "))

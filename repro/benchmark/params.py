@@ -1,0 +1,229 @@
+"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow from them. Imports nothing heavy."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Self
+
+from ..core.config import bounded
+from ..core.errors import UserError, did_you_mean
+from ..measure.speed import RowSpec
+from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, specs_of
+
+ADAPTER = "vit_adapter"  # stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
+CountedRow = tuple[str, dict[str, str | int], tuple[int, int]]  # model, options, (H, W)
+_RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizePair:
+    """A size of Vittt and the softmax-attention baseline with which it is compared."""
+
+    vittt: str
+    baseline: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """Rows to count: every model at every image size with every combination of the varied options.
+
+    Args:
+        models: registered names.
+        image_sizes: sides of square images in pixels.
+        vary: option name -> values, e.g. of design, pool, chunk_size, w0.
+    """
+
+    models: tuple[str, ...]
+    image_sizes: tuple[int, ...] = bounded(ge=1)
+    vary: dict[str, tuple[str | int, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSize:
+    """The size of an image in pixels; both sides are multiples of 32."""
+
+    height: int = bounded(ge=32)
+    width: int = bounded(ge=32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterRows:
+    """Rows of Table 2: every backbone with its ViT-Adapter, without neck and head, at every image size."""
+
+    backbones: tuple[str, ...] = ()
+    image_sizes: tuple[ImageSize, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComplexityParams:
+    """The `complexity:` section.
+
+    Args:
+        sizes: letter of a size (T, S, B) -> the two models whose multiply-adds are compared at 1280 x 1280.
+        groups: the rows.
+        adapters: the rows of backbones with an adapter.
+    """
+
+    sizes: dict[str, SizePair]
+    groups: tuple[RowGroup, ...]
+    adapters: AdapterRows = AdapterRows()
+
+    def rows(self) -> Iterator[CountedRow]:
+        """Yield model, options and (H, W) of every row; a row may come twice."""
+        for group in self.groups:
+            for model, side, *values in itertools.product(group.models, group.image_sizes, *group.vary.values()):
+                yield model, dict(zip(group.vary, values, strict=True)), (side, side)
+        for backbone, size in itertools.product(self.adapters.backbones, self.adapters.image_sizes):
+            yield ADAPTER, {"backbone": backbone}, (size.height, size.width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpParams:
+    """Sizes of `ttt_linear_bidir` and of the square matrix product with which its rate is compared.
+
+    Args:
+        batch_size, tokens, heads, head_dim, chunk_size: of the operator.
+        matmul_side: n of the n x n x n product.
+        repeats: timed turns; 6 are the fewest that give an interval.
+    """
+
+    batch_size: int = bounded(1, ge=1)
+    tokens: int = bounded(ge=1)
+    heads: int = bounded(ge=1)
+    head_dim: int = bounded(64, ge=1)
+    chunk_size: int = bounded(16, ge=1)
+    matmul_side: int = bounded(ge=1)
+    repeats: int = bounded(ge=6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EfficiencyParams:
+    """The `efficiency:` section: a fixed grid of rows.
+
+    Args:
+        sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused attention.
+        others: further models, measured beside them.
+        image_sizes: sides of square images in pixels.
+        batch_size: images per step.
+        dtype: weights and inputs are cast to it.
+        backend: implementation of TTT-Linear.
+        steps: timed steps per row; cut to three when the median step takes longer than 2 s.
+        warmup: steps before them.
+        budget_s: wall-clock limit of a row; a row that exceeds it is recorded as `timeout`.
+        op: the row of the operator alone.
+    """
+
+    sizes: dict[str, SizePair]
+    others: tuple[str, ...] = ()
+    image_sizes: tuple[int, ...] = bounded(ge=1)
+    batch_size: int = bounded(1, ge=1)
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    backend: Literal["auto", "torch", "triton", "reference"] = "auto"
+    steps: int = bounded(10, ge=10)
+    warmup: int = bounded(2, ge=1)
+    budget_s: float = bounded(120.0, gt=0)
+    op: OpParams
+
+    @property
+    def models(self) -> list[tuple[str, str | None]]:
+        """Every model with its kind of attention."""
+        pairs = [((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()]
+        return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
+
+    def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
+        """The rows, one image size after the other: rows that are compared run close in time, and drift affects them alike."""
+        copied = ("batch_size", "dtype", "backend", "steps", "warmup", "budget_s")
+        shared = {name: getattr(self, name) for name in copied} | {"device": device_type, "threads": threads}
+        return [
+            RowSpec(model=model, attention=attention, image_size=(side, side), **shared)
+            for side, (model, attention) in itertools.product(self.image_sizes, self.models)
+        ]
+
+
+# the options of a sweep that depend on the device
+CPU_DEFAULTS = {"sizes": ("T",), "batch_size": 1, "dtype": "fp32", "minutes": 10.0}
+GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "minutes": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepParams:
+    """The options of a sweep; None stands for the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
+
+    Args:
+        image_sizes: sides of square images in pixels.
+        families: of `repro.measure.sweep.FAMILIES`.
+        sizes: of T, S, B.
+        batch_size: images per step; never changed silently.
+        dtype: weights and inputs are cast to it.
+        mode, compile, steps, warmup, budget_s: see `repro.measure.speed.RowSpec`.
+        minutes: time for all rows; rows that do not fit are left out and listed.
+        runs: how often each row is measured, each time in a process of its own.
+    """
+
+    image_sizes: tuple[int, ...] = IMAGE_SIZES
+    families: tuple[str, ...] = tuple(FAMILIES)
+    sizes: tuple[str, ...] | None = None
+    batch_size: int | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    mode: Literal["infer", "train"] = "infer"
+    compile: bool = False
+    minutes: float | None = None
+    runs: int = 1
+    steps: int = 10
+    warmup: int = 2
+    budget_s: float = 600.0
+
+    def with_defaults(self, device_type: str) -> Self:
+        """The same with the defaults of a device in place of None."""
+        defaults = CPU_DEFAULTS if device_type == "cpu" else GPU_DEFAULTS
+        return dataclasses.replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+    def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
+        """The rows, the most important image sizes first; needs `with_defaults`."""
+        copied = ("batch_size", "dtype", "mode", "compile", "steps", "warmup", "budget_s")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in copied}
+        return specs_of(self.families, self.sizes or (), self.image_sizes, device=device_type, threads=threads, **shared)
+
+
+def parse_image_sizes(text: str) -> tuple[int, ...]:
+    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224,512`, or several of
+    these separated by commas.
+
+    Raises:
+        UserError: not such a text, or a size that is not a multiple of the patch.
+    """
+    found: set[int] = set()
+    for part in map(str.strip, text.split(",")):
+        if match := _RANGE.fullmatch(part):
+            first, last, step = int(match[1]), int(match[2]), match[3]
+            if first > last:
+                raise UserError(f"efficiency: --res {part}: begins above its end; write {last}..{first}")
+            if step is not None and int(step) < 1:
+                raise UserError(f"efficiency: --res {part}: a step of {step} leads nowhere; write one of at least {PATCH_SIZE}")
+            sides = range(first, last + 1, int(step)) if step else [side for side in IMAGE_SIZES if first <= side <= last]
+            if not sides:
+                listed = ", ".join(map(str, IMAGE_SIZES))
+                raise UserError(f"efficiency: --res {part}: contains none of {listed}; give single numbers, or a step as in 64..192:32")
+            found |= set(sides)
+        elif part.isdigit():
+            found.add(int(part))
+        else:
+            raise UserError(f"efficiency: --res {part!r}: not an image size; write 224, 224,512, 224..1280 or 224..1280:128")
+    if bad := sorted(side for side in found if side < PATCH_SIZE or side % PATCH_SIZE):
+        near = max(PATCH_SIZE, round(bad[0] / PATCH_SIZE) * PATCH_SIZE)
+        raise UserError(f"efficiency: --res {bad[0]}: not a positive multiple of the patch, {PATCH_SIZE} pixels; the nearest is {near}")
+    return tuple(sorted(found))
+
+
+def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Read names separated by commas, each of them one of `known`, and return them in the order of `known`.
+
+    Raises:
+        UserError: an unknown name; the message begins with the option.
+    """
+    known, given = tuple(known), [name.strip() for name in text.split(",")]
+    for name in given:
+        if name not in known:
+            raise UserError(f"efficiency: {option} {name}: not known{did_you_mean(name, known)}")
+    return tuple(name for name in known if name in given)

@@ -1,0 +1,139 @@
+"""Figures drawn from records: PNG to look at, SVG to print. The same records give the same bytes.
+
+matplotlib is imported when a figure is drawn, so that importing this module costs nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .record import atomic
+
+# family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in every figure
+STYLES = {
+    "vittt": ("Vittt", "#D55E00", "o", "-"),
+    "deit": ("DeiT, unfused attention", "#0072B2", "s", "--"),
+    "deit_fused": ("DeiT, fused attention", "#56B4E9", "s", "-"),
+    "vim": ("Vim", "#009E73", "^", "-"),
+    "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
+    "vit3": ("ViT³", "#E69F00", "D", "-"),
+}
+# the quantities of Fig. 1 and 6 of Vision-TTT -> the labels of their axes
+LABELS = {"macs_g": "multiply-adds per image (10⁹)", "throughput_img_per_s": "images per second", "peak_memory_mib": "peak memory (MiB)"}
+_ALL_LABELS = {**LABELS, "latency_ms": "time of a step (ms)"}
+
+
+def against_resolution(
+    path: Path, series: Mapping[str, Sequence[Mapping[str, Any]]], title: str, quantities: Sequence[str] = tuple(LABELS)
+) -> list[Path]:
+    """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
+
+    A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with what happened.
+
+    Args:
+        path: without suffix; `.png` and `.svg` are written.
+        series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them.
+        title: above the panels.
+        quantities: keys of `LABELS`, or `latency_ms`.
+
+    Returns:
+        The two files.
+    """
+    figure, axes = new_figure(len(quantities))
+    for panel, key in zip(axes, quantities, strict=True):
+        failed = []
+        for family, rows in series.items():
+            label, colour, marker, line = STYLES[family]
+            points = sorted((row["image_size"][0], row[key]) for row in rows if row[key] is not None)
+            if points:
+                panel.plot(*zip(*points), color=colour, marker=marker, linestyle=line, label=label, markersize=5)
+            if key != "macs_g":
+                failed += [(row["image_size"][0], row["status"], colour) for row in rows if row["status"] != "ok"]
+        panel.set(xscale="log", yscale="log", xlabel="image size (pixels)", ylabel=_ALL_LABELS[key])
+        _label_sizes(panel, sorted({row["image_size"][0] for rows in series.values() for row in rows}))
+        _mark_failures(panel, failed, edge=0.03 if key == "throughput_img_per_s" else 0.97)
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    return _save(figure, path)
+
+
+def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> list[Path]:
+    """Draw one panel for each quantity with one bar for each family, as the panels of Fig. 1 of Vision-TTT.
+
+    Args:
+        path: without suffix; `.png` and `.svg` are written.
+        bars: quantity, a key of `LABELS` -> family -> value.
+        title: above the panels.
+    """
+    figure, axes = new_figure(len(bars))
+    for panel, (key, values) in zip(axes, bars.items(), strict=True):
+        for place, (family, value) in enumerate(values.items()):
+            panel.bar(place, value, color=STYLES[family][1])
+            panel.annotate(f"{value:.0f}" if value >= 100 else f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8)
+        panel.set_xticks(range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8, rotation=30)
+        panel.set_ylabel(LABELS[key])
+        panel.margins(y=0.15)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    return _save(figure, path)
+
+
+def new_figure(panels: int) -> tuple[Any, Any]:
+    """A figure and its panels, which stand in a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "vision-ttt"  # otherwise the ids in the file are new each time
+    figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 4.2), squeeze=False)
+    return figure, axes[0]
+
+
+def save_png(figure: Any, path: Path) -> Path:
+    """Write a PNG without a date, and close the figure."""
+    from matplotlib import pyplot
+
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def _save(figure: Any, path: Path) -> list[Path]:
+    svg = path.with_name(path.name + ".svg")
+    with atomic(svg) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
+    return [save_png(figure, path.with_name(path.name + ".png")), svg]
+
+
+def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
+    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+
+    shown = [size for i, size in enumerate(sizes) if i in (0, len(sizes) - 1) or size == 640 or math.log2(size / 256) % 1 == 0]
+    panel.xaxis.set_major_locator(FixedLocator(shown))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.set_xticks(shown, [str(size) for size in shown])
+
+
+def _mark_failures(panel: Any, failed: Sequence[tuple[int, str, str]], edge: float) -> None:
+    """A cross for each (image size, status, colour) at `edge`, a share of the panel's height."""
+    for place, (size, status, colour) in enumerate(failed):
+        panel.plot(size, edge, "x", color=colour, transform=panel.get_xaxis_transform(), markersize=7, clip_on=False)
+        panel.annotate(
+            "out of memory" if status == "oom" else status,
+            (size, edge),
+            xycoords=panel.get_xaxis_transform(),
+            xytext=(-6, -4 - 9 * place if edge > 0.5 else 4 + 9 * place),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=7,
+            color=colour,
+        )

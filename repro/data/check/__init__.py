@@ -1,0 +1,1 @@
+"""`repro data check`: is a data set what it should be, before days are spent on it?"""

@@ -1,0 +1,192 @@
+"""The checks of COCO 2017 (detection), of ADE20K's 150 classes (segmentation), and of the embedded scenes, which are laid out as both."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..ade20k import FOLDERS, RELEASE, AdePairs, find_base, read_pair
+from ..coco import Instances, read_image, read_instances
+from ..findings import BadData, Finding, Report, compare_counts
+from ..kinds import KINDS
+from ..pixels import read_labels
+from ..settings import SPLITS, ExpectedCounts
+from ..tree import list_entries
+from .sample import Depth, describe_sample, draw_sample, run_parallel
+
+_SHIFTED = "labels were already shifted down by one (0 to 255), which training does by itself"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CocoCounts:
+    """What a complete COCO holds; keys of the mappings are the splits.
+
+    Args:
+        images, instances: their number.
+        empty_boxes: number of boxes without width or height that the original is known to have.
+        category_ids: all of them, with gaps.
+    """
+
+    images: Mapping[str, int]
+    instances: Mapping[str, int]
+    empty_boxes: Mapping[str, int]
+    category_ids: frozenset[int]
+
+
+COCO_2017 = CocoCounts(
+    images={split: getattr(KINDS["coco"].official[1], split) for split in SPLITS},
+    instances={"train": 860_001, "val": 36_781},
+    empty_boxes={"train": 2, "val": 0},
+    category_ids=frozenset(range(1, 91)) - {12, 26, 29, 30, 45, 66, 68, 69, 71, 83},
+)
+ADE20K = KINDS["ade20k"].official[1]
+
+
+def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts | None = COCO_2017) -> None:
+    """Check images, annotations, and that they belong together; categories and boxes of every annotation.
+
+    Args:
+        root: the folder that holds train2017, val2017 and annotations.
+        report: takes the findings.
+        depth: how many images are decoded.
+        expected: the counts of a complete set; None where they are a setting.
+
+    Raises:
+        UserError: a folder that cannot be listed. RunError: a decoding process died.
+    """
+    read = {split: read_instances(root, split, report) for split in SPLITS}
+    found = {split: instances for split, instances in read.items() if instances is not None}
+    for split, instances in found.items():
+        _compare_with_release(instances, split, report, expected)
+    picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)
+    chosen = [(found[split], place) for split, places in picked.items() for place in places]
+    items = [(one.path(place), tuple(one.sizes[place].tolist()), one.file) for one, place in chosen]
+    faults = [fault for fault in run_parallel(_judge_image, items, depth.workers, "decoding") if fault is not None]
+    _report_by_advice(faults, report)
+    if chosen and not faults:
+        total = sum(len(instances.names) for instances in found.values())
+        report.ok(root, f"images decode and have the annotations' sizes, {describe_sample(len(chosen), total, depth)}")
+
+
+def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts | None = ADE20K) -> None:
+    """Check the release, the pairs of image and label map, and the label maps themselves.
+
+    Args:
+        root: ADEChallengeData2016, or the folder that holds it.
+        report: takes the findings.
+        depth: how many pairs are decoded.
+        expected: the counts of a complete set; None where they are a setting.
+
+    Raises:
+        UserError: a folder that cannot be listed. RunError: a decoding process died.
+    """
+    base = find_base(root)
+    if evidence := _find_other_release(base, report):
+        report.error(base, f"is the full ADE20K ({evidence}), with thousands of classes in other files", RELEASE)
+        return
+    pairs = {split: AdePairs(base, split, report) for split in SPLITS}
+    if named := len(pairs["train"].classes):
+        compare_counts(report, base, "classes", named, expected and expected.classes, RELEASE)
+    num_classes = named or ADE20K.classes
+    for split, of_split in pairs.items():
+        if len(of_split):
+            folder = base / "images" / FOLDERS[split]
+            compare_counts(report, folder, "images with a label map", len(of_split), expected and getattr(expected, split), RELEASE)
+    picked = draw_sample({split: len(of_split) for split, of_split in pairs.items()}, depth)
+    items = [(*pairs[split].paths(place), num_classes) for split, places in picked.items() for place in places]
+    judged = list(run_parallel(_judge_pair, items, depth.workers, "decoding"))
+    values = frozenset().union(*(labels for _, labels in judged))
+    shifted = not values & {*range(num_classes, 255)}
+    strange = f"{_SHIFTED if shifted else 'labels are of another release'}; {RELEASE}"
+    faults = []
+    for fault, labels in judged:
+        if fault is not None:
+            faults.append(dataclasses.replace(fault, advice=strange) if labels and max(labels) > num_classes else fault)
+    _report_by_advice(faults, report)
+    if items and not faults:
+        total = sum(map(len, pairs.values()))
+        report.ok(base, f"label maps have 8 bits, values in {min(values)}..{max(values)} (0: unlabelled), sizes of their images")
+        report.ok(base, f"images and label maps decode, {describe_sample(len(items), total, depth)}")
+
+
+def check_scenes(root: Path, report: Report, depth: Depth) -> None:
+    """Check both parts of the embedded scenes; errors as `check_coco`. Their counts are settings."""
+    check_coco(root / "coco", report, depth, expected=None)
+    check_ade20k(root / "ade20k", report, depth, expected=None)
+
+
+def _compare_with_release(instances: Instances, split: str, report: Report, expected: CocoCounts | None) -> None:
+    """Compare the counts of one annotation file with those of the release."""
+    file, advice = instances.file, "take the instances_ file of COCO 2017 as it is"
+    found = frozenset(instances.category_ids)
+    if expected is None or found == expected.category_ids:
+        report.ok(file, f"{len(found)} categories with ids of {min(found, default=0)}..{max(found, default=0)}")
+    else:
+        details = [f"unknown id {number}" for number in sorted(found - expected.category_ids)[:1]]
+        details += [f"no id {number}" for number in sorted(expected.category_ids - found)[:1]]
+        ids = f"ids of {min(expected.category_ids)}..{max(expected.category_ids)}"
+        report.error(file, f"{len(found)} categories ({', '.join(details)}), {len(expected.category_ids)} expected with {ids}", advice)
+    compare_counts(report, file, "images", len(instances.names), expected and expected.images[split], advice)
+    compare_counts(report, file, "instances", instances.num_annotations, expected and expected.instances[split], advice)
+    if instances.num_empty > (expected.empty_boxes[split] if expected else 0):
+        known = f", {expected.empty_boxes[split]} in the original" if expected else ""
+        report.error(file, f"boxes without area: {instances.num_empty}{known}", advice)
+    if instances.num_outside:
+        report.error(file, f"boxes that leave their images: {instances.num_outside}, none in the original", advice)
+    report.ok(file, f"{np.count_nonzero(np.diff(instances.starts)):,} of {len(instances.names):,} images have targets")
+
+
+def _judge_image(item: tuple[Path, tuple[int, int], Path]) -> Finding | None:
+    """What is wrong with an image of COCO; None where nothing is, or where the reader has already named it as missing or empty."""
+    if not item[0].is_file() or not item[0].stat().st_size:
+        return None
+    try:
+        read_image(*item)
+    except BadData as error:
+        return error.finding
+    return None
+
+
+def _judge_pair(item: tuple[Path, Path, int]) -> tuple[Finding | None, frozenset[int]]:
+    """What is wrong with a pair, if the reader has not named it as empty, and the values of its label map."""
+    image, label, num_classes = item
+    if not (image.stat().st_size and label.stat().st_size):
+        return None, frozenset()
+    fault = None
+    try:
+        read_pair(image, label, num_classes)
+    except BadData as error:
+        fault = error.finding
+    try:
+        return fault, frozenset(np.unique(read_labels(label)).tolist())
+    except BadData:
+        return fault, frozenset()
+
+
+def _find_other_release(base: Path, report: Report) -> str | None:
+    """What gives away the full ADE20K of 2016 or 2021; None where nothing does."""
+    for name in _list_names(base, report):
+        if name.startswith(("index_ade20k", "ADE20K_20")):
+            return name
+    if (base / "images" / "ADE").is_dir():
+        return "images/ADE/"
+    for folder in (base / "images", base / "images" / "training", base / "annotations" / "training"):
+        names = _list_names(folder, report) if folder.is_dir() else []
+        if scene := next((name for name in names if name.endswith(("_seg.png", "_atr.txt"))), None):
+            return scene
+        if folder == base / "images" / "training" and names and all((folder / name).is_dir() for name in names):
+            return f"folders by scene: images/training/{names[0]}/"
+    return None
+
+
+def _list_names(folder: Path, report: Report) -> list[str]:
+    """The sorted names of all entries of a folder."""
+    entries = list_entries(folder, report)
+    return sorted([*(name.decode(errors="replace") for name, _ in entries.images), *entries.folders, *entries.others])
+
+
+def _report_by_advice(faults: list[Finding], report: Report) -> None:
+    """Report findings of several sorts; those of one sort share their advice."""
+    for advice in dict.fromkeys(fault.advice for fault in faults):
+        report.add([fault for fault in faults if fault.advice == advice])

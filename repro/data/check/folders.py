@@ -1,0 +1,172 @@
+"""The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of one's own pictures."""
+
+import functools
+import json
+import os
+import pkgutil
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..classification import read_rgb
+from ..findings import Report, compare_counts, count
+from ..kinds import GROUND_TRUTH, IMAGENET_1K, list_wnids
+from ..pixels import explain_error
+from ..settings import ConnectSettings, DigitsSettings, ExpectedCounts
+from ..tree import Source, Tree, scan_tree, show_few
+from .sample import Depth, describe_sample, draw_sample, run_parallel
+
+DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
+_TRAIN_NAME = re.compile(r"(n\d{8})_")
+_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
+_UNPACK_AGAIN = "get it again: unpack its archive anew"
+_WRITE_AGAIN = "remove the folder and run `repro prepare-data`, which writes it anew"
+# Beyer et al. 2020 relabelled the validation images; about nine tenths of the original labels are among the new ones.
+# Folders that were filled by a wrong map agree in about one image of a thousand.
+_AGREEMENT = 0.75
+
+
+def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = IMAGENET_1K) -> None:
+    """Check layout, class folders, class mapping, counts and files of ImageNet-1K.
+
+    Args:
+        root: the folder that holds train and val.
+        report: takes the findings.
+        depth: how many images are decoded.
+        expected: the counts of a complete set.
+
+    Raises:
+        UserError: a folder that cannot be listed. RunError: a decoding process died.
+    """
+    tree = scan_tree(root, "imagenet", report)
+    for split, files in tree.splits.items():
+        present = [tree.classes[target] for target in np.unique(files.targets)]
+        missing = sorted(set(list_wnids()) - set(present)) if expected.classes == len(list_wnids()) else []
+        unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
+        compare_counts(report, root / split, unit, len(present), expected.classes, "unpack the missing classes")
+        compare_counts(report, root / split, "images", len(files.names), getattr(expected, split), _advise_count(tree, split, expected))
+    if "train" in tree.splits:
+        _check_train_names(tree, report)
+    if "val" in tree.splits:
+        _check_val_mapping(tree, report)
+    _check_files(tree, report, depth, _UNPACK_AGAIN)
+
+
+def check_digits(root: Path, report: Report, depth: Depth) -> None:
+    """Check the embedded digits; arguments and errors as `check_imagenet`. The split is a setting, the number of all images is not."""
+    tree = _check_classes(root, "digits", DigitsSettings.CLASSES, report)
+    if len(tree.splits) == 2:
+        found = sum(len(files.names) for files in tree.splits.values())
+        compare_counts(report, root, "images in train/ and val/ together", found, DIGITS_IMAGES, _WRITE_AGAIN)
+    _check_files(tree, report, depth, _WRITE_AGAIN)
+
+
+def check_connect(root: Path, report: Report, depth: Depth) -> None:
+    """Check the embedded connectivity task; arguments and errors as `check_imagenet`. Counts are settings, but pairs must be whole."""
+    tree = _check_classes(root, "connect", ConnectSettings.CLASSES, report)
+    for split, files in tree.splits.items():
+        names, counts = np.unique(files.names, return_counts=True)
+        report.ok(root / split, count(int((counts == 2).sum()), "pair"))
+        single = [(root / split, f"{os.fsdecode(name)} is in one class alone") for name in names[counts == 1].tolist()]
+        report.errors(single, _WRITE_AGAIN)
+    _check_files(tree, report, depth, _WRITE_AGAIN)
+
+
+def check_folder(root: Path, report: Report, depth: Depth) -> None:
+    """Check a folder of one's own pictures; arguments and errors as `check_imagenet`. Nothing is known about its counts."""
+    tree = _check_classes(root, "folder", None, report)
+    _check_files(tree, report, depth, "replace the file or remove it")
+
+
+def _check_classes(root: Path, kind: str, classes: tuple[str, ...] | None, report: Report) -> Tree:
+    tree = scan_tree(root, kind, report)
+    for split, files in tree.splits.items():
+        found = len(np.unique(files.targets))
+        compare_counts(report, root / split, "classes", found, len(classes) if classes else None, _WRITE_AGAIN)
+        report.ok(root / split, count(len(files.names), "image"))
+    return tree
+
+
+def _advise_count(tree: Tree, split: str, expected: ExpectedCounts) -> str:
+    """What to do about missing images; each class of ImageNet's val has equally many, so that the gap has a name."""
+    advice = "complete the data; a wanted subset is written into prepare_data.<cell>.expected"
+    each, rest = divmod(getattr(expected, split), expected.classes)
+    if split == "train" or rest:
+        return advice
+    counts = np.bincount(tree.splits[split].targets, minlength=len(tree.classes)).tolist()
+    odd = [f"{name} {count}" for name, count in zip(tree.classes, counts) if count != each]
+    return f"{each} in each class, but {show_few(odd)}; {advice}" if odd else advice
+
+
+def _check_train_names(tree: Tree, report: Report) -> None:
+    """A training image's name begins with its wnid."""
+    strangers, known = [], set(list_wnids())
+    for index, (name, wnid) in enumerate(_list_names(tree, "train")):
+        if (match := _TRAIN_NAME.match(name)) and match[1] != wnid and wnid in known:
+            strangers.append((tree.path("train", index), f"is named as an image of {match[1]}"))
+    report.errors(strangers, "move it into the folder of its class")
+
+
+def _check_val_mapping(tree: Tree, report: Report) -> None:
+    """Compare the folders of the validation images with the ReaL labels, which timm carries."""
+    place, real = tree.root / "val", _load_real_labels()
+    index = {wnid: number for number, wnid in enumerate(list_wnids())}
+    agree = judged = 0
+    for name, wnid in _list_names(tree, "val"):
+        match = _VAL_NAME.match(name)
+        if match and wnid in index and 1 <= int(match[1]) <= len(real) and (labels := real[int(match[1]) - 1]):
+            judged += 1
+            agree += index[wnid] in labels
+    if not judged:
+        problem = "files are not named ILSVRC2012_val_<number>, so nobody can tell whether they are in the folders of their classes"
+        report.warning(place, problem, "keep the names of the archive")
+    elif agree < _AGREEMENT * judged:
+        problem = f"images lie in folders of wrong classes: {agree:,} of {judged:,} agree with the ReaL labels, about 9 of 10 should"
+        report.error(place, problem, f"sort them again; {GROUND_TRUTH}")
+    else:
+        report.ok(place, f"images lie in the folders of their classes ({agree:,} of {judged:,} agree with the ReaL labels)")
+
+
+def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
+    """(file name, class folder) of each image of a split."""
+    files = tree.splits[split]
+    for name, target in zip(files.names.tolist(), files.targets.tolist()):
+        yield os.fsdecode(name), tree.classes[target]
+
+
+@functools.cache
+def _load_real_labels() -> list[list[int]]:
+    """ReaL class indices of the validation images, by number."""
+    return json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
+
+
+def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
+    """Report empty files, and those of the sample that cannot be decoded as the loader decodes them."""
+    full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
+    for split, files in tree.splits.items():
+        report.errors([(tree.path(split, index), "is empty") for index in np.flatnonzero(files.sizes == 0).tolist()], advice)
+    picked = draw_sample({split: len(indices) for split, indices in full.items()}, depth)
+    chosen = [(split, int(full[split][place])) for split, places in picked.items() for place in places]
+    results = run_parallel(_find_damage, [(tree.source(*one), tree.upright) for one in chosen], depth.workers, "decoding")
+    bad = [(one, problem) for one, problem in zip(chosen, results, strict=True) if problem]
+    report.errors([(tree.path(*one), problem) for one, problem in bad], advice)
+    for split, places in picked.items():
+        damaged = sum(of == split for (of, _), _ in bad)
+        decoded = describe_sample(len(places), len(full[split]), depth)
+        if places and not damaged:
+            report.ok(tree.root / split, f"images decode, {decoded}")
+        elif damaged and len(places) < len(full[split]):
+            report.warning(tree.root / split, f"{count(damaged, 'bad image')} among {decoded}", "expect more; --full finds them all")
+
+
+def _find_damage(item: tuple[Source, bool]) -> str | None:
+    """What is wrong with an image; None where it decodes as the loaders decode it."""
+    with warnings.catch_warnings(action="ignore"):  # Pillow warns about EXIF data that nobody reads here
+        try:
+            read_rgb(*item)
+        except Exception as error:  # whatever a damaged file makes Pillow raise is the finding
+            return f"unreadable image ({explain_error(error)})"
+    return None

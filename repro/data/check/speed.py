@@ -1,0 +1,123 @@
+"""The speed of the training loader beside a bare loop of decoding and transforming: the difference is the loader's own cost."""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from ..classification import ImageFolder, read_rgb, train_transform
+from ..loader import TrainLoader, TrainOrder
+from ..settings import TransformSettings
+from ..tree import Source, scan_tree
+
+# the recipe of a long run, equal to that of profiles/paper.yaml, as a test verifies
+TRANSFORM = TransformSettings(image_size=224, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25)
+_BATCH_SIZE = 64
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Images per second over all processes, one number for each round.
+
+    Args:
+        workers: number of processes in both measurements.
+        images: number of images that were timed in a round, after a warm-up.
+        loader_img_per_s: speed of `TrainLoader`: order, decoding, transform, batching, transfer to the main process.
+        bare_img_per_s: speed of `workers` processes at once that only decode and transform the same files.
+    """
+
+    workers: int
+    images: int
+    loader_img_per_s: tuple[float, ...]
+    bare_img_per_s: tuple[float, ...]
+
+    @property
+    def overhead_percent(self) -> float:
+        """By how much the loader's median is below that of the bare loop; a negative value is noise."""
+        return 100 * (1 - statistics.median(self.loader_img_per_s) / statistics.median(self.bare_img_per_s))
+
+    def lines(self) -> list[str]:
+        """The measurement, as lines to print."""
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        rounds = f"median (range) of {len(self.bare_img_per_s)} rounds of {self.images} images, all files cached"
+        return [
+            f"speed at {TRANSFORM.image_size}², {TRANSFORM.auto_augment}, {workers}; {rounds}",
+            f"  loader     {self._rate(self.loader_img_per_s)}",
+            f"  bare loop  {self._rate(self.bare_img_per_s)}, only decoding and transform",
+            f"  overhead   {self.overhead_percent:.1f} %",
+        ]
+
+    def _rate(self, rounds: tuple[float, ...]) -> str:
+        median = statistics.median(rounds)
+        return f"{median:.1f} img/s ({min(rounds):.1f} to {max(rounds):.1f}), {median / self.workers:.1f} per core"
+
+
+def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print) -> Speed:
+    """Time the loader and the bare loop in turns, on the training images of a tree.
+
+    Args:
+        root: the folder that holds train and val.
+        kind: the data set's kind.
+        workers: number of processes of each; at least 1.
+        batches: number of batches of 64 images that a round times, after two per worker that it does not; rounded up to full turns of
+            the workers.
+        rounds: number of rounds, in which both take turns, so that other load on the machine affects both; the range of each shows
+            how much there was.
+        log: takes progress lines.
+
+    Raises:
+        UserError: training would refuse the tree, or one of its images cannot be read.
+        RunError: a loading process died.
+    """
+    tree = scan_tree(root, kind)
+    size = len(tree.splits["train"].names)
+    batch_size = min(_BATCH_SIZE, size)
+    # workers take turns batch by batch, so anything but full turns favours those that come first
+    warm, timed = 2 * workers, max(-(-batches // workers), 4) * workers
+    order = TrainOrder(size, batch_size, _SEED)
+    epochs = itertools.chain.from_iterable(order.batches(epoch, 0) for epoch in itertools.count())
+    keys = itertools.chain.from_iterable(itertools.islice(epochs, warm + timed))
+    sources = [tree.source("train", index) for _, index in keys]
+    for source in sorted(set(sources)):
+        source.read()  # neither measurement shall pay for the disk
+    dataset = ImageFolder(tree, "train", train_transform(TRANSFORM), seed=_SEED)
+    shares = [sources[warm * batch_size :][place::workers] for place in range(workers)]
+    loader_rates, bare_rates = [], []
+    for number in range(rounds):
+        log(f"timing the loader and the bare loop, round {number + 1} of {rounds}")
+        loader_rates.append(timed * batch_size / _time_loader(dataset, batch_size, workers, warm, timed))
+        with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(_run_bare_loop, [share[:8] for share in shares], [tree.upright] * workers))
+            bare_rates.append(sum(pool.map(_run_bare_loop, shares, [tree.upright] * workers)))
+    images = timed * batch_size
+    return Speed(workers=workers, images=images, loader_img_per_s=tuple(loader_rates), bare_img_per_s=tuple(bare_rates))
+
+
+def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int, timed: int) -> float:
+    """The seconds that `timed` batches take, after `warm` batches that are not timed."""
+    loader = TrainLoader(dataset, batch_size=batch_size, seed=_SEED, workers=workers)
+    try:
+        stream = (batch for epoch in itertools.count() for batch in loader.batches(epoch))
+        for _ in range(warm):
+            next(stream)
+        started = time.perf_counter()
+        for _ in range(timed):
+            next(stream)
+        return time.perf_counter() - started
+    finally:
+        loader.close()
+
+
+def _run_bare_loop(sources: list[Source], upright: bool) -> float:
+    """Images per second of one process."""
+    transform = train_transform(TRANSFORM)
+    started = time.perf_counter()
+    for source in sources:
+        transform(read_rgb(source, upright))
+    return len(sources) / (time.perf_counter() - started)

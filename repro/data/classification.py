@@ -1,0 +1,157 @@
+"""Images of a scanned tree as tensors: ImageNet-1K, and any data set in the same layout.
+
+Images travel from the loading processes as bytes, which takes a quarter of what fp32 would. `ToInput` turns a batch of bytes into the
+input of a model, on the model's device.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from timm.data import create_transform
+from timm.data.auto_augment import RandAugment
+from timm.data.random_erasing import RandomErasing
+from torch.utils.data import Dataset, default_collate
+
+from ..core.errors import UserError
+from .pixels import UNREADABLE, decode_rgb, decode_upright
+from .randomness import own_randomness
+from .settings import TransformSettings
+from .tree import Source, Tree
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # images (B, 3, H, W), targets (B,)
+
+_log = logging.getLogger(__name__)
+
+
+def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
+    """timm's transform for training, from a PIL image to a uint8 tensor (3, image_size, image_size): crop, flip, RandAugment."""
+    transform = create_transform(
+        settings.image_size,
+        is_training=True,
+        use_prefetcher=True,  # gives bytes, which `ToInput` turns into inputs
+        scale=settings.scale,
+        ratio=settings.ratio,
+        hflip=settings.hflip,
+        color_jitter=settings.color_jitter,
+        auto_augment=settings.auto_augment,
+        interpolation=settings.interpolation,
+    )
+    for step in transform.transforms:
+        if isinstance(step, RandAugment):
+            for op in step.ops:
+                if op.name.startswith("Posterize"):
+                    op.aug_fn = _posterize
+    return transform
+
+
+def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
+    """timm's transform for evaluation, from a PIL image to a uint8 tensor (3, image_size, image_size): resize by crop_pct, centre crop."""
+    return create_transform(
+        settings.image_size, is_training=False, use_prefetcher=True, interpolation=settings.interpolation, crop_pct=settings.crop_pct
+    )
+
+
+class ToInput:
+    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in training.
+
+    Erasing draws from Python's and torch's global generators.
+
+    Args:
+        settings: mean, deviation and the probability of erasing.
+        device: where the inputs shall be.
+        training: whether to erase.
+    """
+
+    def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
+        self.device = device
+        # for values of 0..255, which saves one pass over the batch
+        self._mean, self._std = (255 * torch.tensor(x, device=device).view(3, 1, 1) for x in (settings.mean, settings.std))
+        self._erase = RandomErasing(settings.re_prob, mode="pixel", device=device) if training and settings.re_prob else None
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        # move first and convert then: in one call the CPU would convert, and four times the bytes would travel
+        inputs = images.to(self.device, non_blocking=True).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        inputs.sub_(self._mean).div_(self._std)
+        if self._erase is not None:
+            self._erase(inputs)
+        return inputs
+
+
+class ImageFolder(Dataset):
+    """One split of a tree. Items are indexed by (epoch, index), and the augmentation depends only on these and on the seed.
+
+    A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next readable one, its
+    neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
+
+    Args:
+        tree: see `DataCell.open_tree`.
+        split: `train` or `val`.
+        transform: turns a PIL image, RGB, into a tensor.
+        seed: seed of the augmentation.
+        max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
+    """
+
+    def __init__(self, tree: Tree, split: str, transform: Callable, *, seed: int = 0, max_unreadable: int = 0):
+        self.tree, self.split, self.transform, self.seed, self.max_unreadable = tree, split, transform, seed, max_unreadable
+        self._targets = tree.splits[split].targets
+        # one flag per file instead of a counter: two processes may set the same flag, and a file that is met in every epoch counts
+        # once
+        self._unreadable = torch.zeros(len(self._targets), dtype=torch.uint8).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        epoch, index = key
+        image, index = self._next_readable(index)
+        with own_randomness(self.seed, epoch, key[1]):
+            return self.transform(image), int(self._targets[index])
+
+    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
+        """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and costs a GPU nothing."""
+        images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
+        return images.permute(0, 3, 1, 2), targets
+
+    def name(self, index: int) -> str:
+        """An image's path relative to the split's folder."""
+        return self.tree.path(self.split, index).relative_to(self.tree.root / self.split).as_posix()
+
+    def unreadable(self) -> list[Path]:
+        """The unreadable files that any process has met so far."""
+        return [self.tree.path(self.split, index) for index in self._unreadable.nonzero().flatten().tolist()]
+
+    def require_readable(self) -> None:
+        """Raise a `UserError` if more files than allowed were unreadable."""
+        count = int(self._unreadable.sum())
+        if count > self.max_unreadable:
+            shown = ", ".join(map(str, self.unreadable()[:3])) + (", ..." if count > 3 else "")
+            raise UserError(
+                f"{shown}: unreadable image{'s' if count > 1 else ''} ({count}, at most {self.max_unreadable} allowed); "
+                "replace the file, or for training raise max_unreadable"
+            )
+
+    def _next_readable(self, index: int) -> tuple[Image.Image, int]:
+        for offset in range(len(self)):
+            candidate = (index + offset) % len(self)
+            try:
+                return read_rgb(self.tree.source(self.split, candidate), self.tree.upright), candidate
+            except UNREADABLE as error:
+                if not self._unreadable[candidate]:
+                    self._unreadable[candidate] = 1
+                    _log.warning("%s: unreadable, the next image takes its place: %s", self.tree.path(self.split, candidate), error)
+                self.require_readable()
+        raise UserError(f"{self.tree.root / self.split}: none of the {len(self)} images can be read; get them again")
+
+
+def read_rgb(source: Source, upright: bool = False) -> Image.Image:
+    """Decode an image as RGB, turned as its EXIF data say if `upright`; raises what Pillow raises, see `UNREADABLE`."""
+    return (decode_upright if upright else decode_rgb)(source.read())
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm's operation, extended to 0 bits (a black image): timm asks for them at full strength, and Pillow 13 refuses them."""
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)

@@ -1,0 +1,48 @@
+"""The data sets that the project writes itself. Each writer leaves a whole tree or none."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import UserError
+from ...core.record import write_json
+
+_MARKER = "generated.json"
+
+
+@contextlib.contextmanager
+def new_tree(root: Path, kind: str, settings: Any) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `root` on success; an earlier tree of this function is replaced.
+
+    The folder lies beside `root` and is renamed at the end, so that an interrupted call leaves no half-written tree at `root`.
+
+    Args:
+        root: where the tree shall lie.
+        kind: the data set's kind, written to the tree's `generated.json`.
+        settings: a dataclass, written there too.
+
+    Raises:
+        UserError: `root` holds something that this function did not write.
+    """
+    if root.exists() and any(root.iterdir()) and not (root / _MARKER).is_file():
+        raise UserError(
+            f"{root}: holds files that `repro prepare-data` did not write; remove them or set runtime.data_roots.{kind} to another folder"
+        )
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.", suffix=".tmp") as temporary:
+        tree = Path(temporary) / "new"
+        tree.mkdir()
+        yield tree
+        write_json(tree / _MARKER, {"kind": kind, **dataclasses.asdict(settings)})
+        if root.exists():
+            os.rename(root, Path(temporary) / "old")
+        try:
+            os.rename(tree, root)
+        except OSError:
+            # another process has put its own tree there in the meantime; the comparison with the manifest judges it
+            if not (root / _MARKER).is_file():
+                raise

@@ -1,0 +1,149 @@
+"""The embedded connectivity task, in the manner of Pathfinder: do two markers lie on the ends of the same dashed curve?
+
+Two curves come close to each other at a bend and part again: four arms leave the bend at right angles, and each curve joins two
+neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1, and one between 2 and 3;
+`apart` has the same bends turned by 90 degrees, between 1 and 2, and between 3 and 0.
+
+Images are drawn in such pairs, which differ only in these two dashes. The positions of the markers, the lengths of the curves, the
+dashes and the ink are therefore equal in both classes, and not merely alike. Nothing outside the bend tells the class, and neither
+does the bend alone, since the markers lie on any two neighbouring arms with the same probability: the class follows from the bend
+and the arms that lead from it to the markers. Distractors are further such curves without markers, equal in both images.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ...core.errors import UserError
+from ...core.ui import track
+from ..settings import SPLITS, ConnectSettings
+from . import new_tree
+
+_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exact, unlike exp(1j * angle)
+_SAMPLES_PER_PX = 2
+_COARSE = 4  # every fourth sample is tested for clearance
+_CANDIDATES = 32  # curves that are proposed at once
+_PROPOSALS = 8  # how often a curve is proposed beside those that were placed before
+_TRIES = 40  # how often the image is begun anew
+
+
+def write_connect(root: Path, settings: ConnectSettings) -> None:
+    """Write `root/{train,val}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
+
+    Images of one name in the two class folders are a pair. The same settings give the same bytes.
+
+    Raises:
+        UserError: `root` holds something that this function did not write, or the curves do not fit into an image.
+    """
+    with new_tree(root, "connect", settings) as tree:
+        for split in SPLITS:
+            for name in settings.CLASSES:
+                (tree / split / name).mkdir(parents=True)
+            for number in track(range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"):
+                # one generator per pair, so that more pairs leave the first ones as they are
+                rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
+                for name, pixels in zip(settings.CLASSES, draw_pair(rng, settings)):
+                    # stored uncompressed, like those of `digits`
+                    Image.fromarray(pixels).save(tree / split / name / f"pair_{number:05d}.png", compress_level=0)
+
+
+def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
+    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`.
+
+    Raises:
+        UserError: the curves do not fit into an image.
+    """
+    (arms, bends), *others = place_curves(rng, settings)
+    shared = np.zeros((settings.image_size, settings.image_size))
+    _draw(shared, arms, settings)
+    _stamp(shared, arms[:2, -1], settings.marker_px)
+    for other_arms, other_bends in others:
+        _draw(shared, other_arms, settings)
+        _draw(shared, other_bends[rng.integers(2) :: 2], settings)
+    canvas = np.stack([shared, shared])
+    for image, first in zip(canvas, (1, 0)):
+        _draw(image, bends[first::2], settings)
+    return np.rint(255 * canvas).astype(np.uint8)
+
+
+def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arms (4, P) and possible bends (4, Q) of each pair of curves, the pair with the markers first.
+
+    They are points of the complex plane, x + iy in pixels, with two points per pixel of length. Arms run outwards, and bend k joins
+    arms k and k + 1.
+
+    Raises:
+        UserError: they do not fit into an image.
+    """
+    lengths = [rng.integers(*settings.dashes, endpoint=True), *[settings.dashes[0]] * settings.distractors]
+    for _ in range(_TRIES):
+        placed: list[tuple[np.ndarray, np.ndarray]] = []
+        for dashes in lengths:
+            taken = np.concatenate([points.ravel()[::_COARSE] for pair in placed for points in pair] or [np.empty(0)])
+            for _ in range(_PROPOSALS):
+                arms, bends = _propose(rng, dashes, settings)
+                fitting = _fits(arms, bends, taken, settings)
+                if fitting.any():
+                    placed.append((arms[fitting.argmax()], bends[fitting.argmax()]))
+                    break
+            else:
+                break
+        else:
+            return placed
+    raise UserError(
+        f"connect: {2 * len(lengths)} curves with arms of {settings.dashes[0]} to {settings.dashes[1]} dashes do not fit into "
+        f"{settings.image_size} pixels after {_TRIES} attempts; take fewer distractors, fewer or shorter dashes, or a larger image_size"
+    )
+
+
+def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates inside the image: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
+    period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
+    along = np.arange(_SAMPLES_PER_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_PER_PX
+    knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
+    curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
+    steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_PER_PX) / _SAMPLES_PER_PX
+    arms = radius + np.cumsum(steps, axis=2) - steps[:, :, :1]
+    bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_PER_PX * period + 1)))
+    tilt = np.radians(45 + rng.uniform(-settings.tilt_degrees, settings.tilt_degrees, (_CANDIDATES, 1, 1)))
+    turns = np.exp(1j * tilt) * 1j ** rng.integers(4, size=(_CANDIDATES, 1, 1)) * _QUARTER_TURNS
+    arms, bends = turns * arms, turns * bend
+    ends, rim = np.stack([arms.real, arms.imag]), settings.marker_px / 2 + 1
+    low, high = np.ceil(rim - ends.min(axis=(2, 3))), np.floor(settings.image_size - 1 - rim - ends.max(axis=(2, 3)))
+    inside = (low <= high).all(axis=0)
+    # whole pixels, so that a bend that is turned by a quarter has the same pixels, turned
+    x, y = rng.integers(low[:, inside].astype(int), high[:, inside].astype(int), endpoint=True)[..., None, None]
+    return x + 1j * y + arms[inside], x + 1j * y + bends[inside]
+
+
+def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: ConnectSettings) -> np.ndarray:
+    """(N,) bool: which candidates stay `clearance_px` away from themselves and from the points `taken`."""
+    clearance, count = settings.clearance_px, len(arms)
+    centres = bends.mean(axis=(1, 2))[:, None]
+    arms, bends = arms[:, :, ::_COARSE], bends[:, :, ::_COARSE]
+    points = arms.reshape(count, 4 * arms.shape[2])
+    number = np.arange(points.shape[1])
+    along = number % arms.shape[2] * (_COARSE / _SAMPLES_PER_PX)
+    near = (np.abs(along[:, None] - along) < 2 * clearance) & (number[:, None] // arms.shape[2] == number // arms.shape[2])
+    fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
+    fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
+    points = np.concatenate([points, bends.reshape(count, 4 * bends.shape[2])], axis=1)
+    fitting &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))
+    return fitting
+
+
+def _draw(canvas: np.ndarray, paths: np.ndarray, settings: ConnectSettings) -> None:
+    """Draw the dashes of paths (K, P), each of which begins in the middle of a gap."""
+    along = np.arange(paths.shape[1]) / _SAMPLES_PER_PX - settings.gap_px / 2
+    _stamp(canvas, paths[:, along % (settings.dash_px + settings.gap_px) <= settings.dash_px], settings.thickness_px)
+
+
+def _stamp(canvas: np.ndarray, centres: np.ndarray, diameter_px: float) -> None:
+    """Cover the pixels under discs; pixels at a rim are covered in part."""
+    reach = int(diameter_px / 2 + 1.5)
+    window = np.arange(-reach, reach + 1)
+    centres = centres.reshape(-1, 1, 1)
+    x, y = np.rint(centres.real) + window, np.rint(centres.imag) + window[:, None]
+    cover = np.clip(diameter_px / 2 + 0.5 - np.abs(x + 1j * y - centres), 0, 1)
+    np.maximum.at(canvas, (y.astype(int), x.astype(int)), cover)

@@ -1,0 +1,136 @@
+"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Report`: training raises the first
+error, `repro data check` prints everything and reads on.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.errors import UserError
+from ..core.ui import track
+
+_MOST_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line about a data set.
+
+    Args:
+        severity: an `error` breaks a run or its numbers, a run survives a `warning`, and `ok` is as it should be.
+        place: the file or folder.
+        problem: what is wrong there, or what was found to be right.
+        advice: what to do about it.
+    """
+
+    severity: Literal["ok", "warning", "error"]
+    place: Path
+    problem: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem}" + (f"; {self.advice}" if self.advice else "")
+
+
+class BadData(UserError):
+    """An error of a data set; its only argument is the `Finding`."""
+
+    @property
+    def finding(self) -> Finding:
+        """What was found."""
+        return self.args[0]
+
+
+class Report(abc.ABC):
+    """Takes the findings of a reader.
+
+    Args:
+        progress: whether to show the progress of what takes long.
+
+    Attributes:
+        num_errors, num_warnings: how many it has taken.
+    """
+
+    def __init__(self, *, progress: bool = False):
+        self.num_errors = self.num_warnings = 0
+        self.progress = progress
+
+    @abc.abstractmethod
+    def add(self, findings: Sequence[Finding]) -> None:
+        """Take findings of one sort and severity."""
+
+    def ok(self, place: Path, text: str) -> None:
+        """Report something that is as it should be."""
+        self.add([Finding("ok", place, text)])
+
+    def warning(self, place: Path, problem: str, advice: str) -> None:
+        """Report something that a run survives."""
+        self.add([Finding("warning", place, problem, advice)])
+
+    def error(self, place: Path, problem: str, advice: str) -> None:
+        """Report something that breaks a run or its numbers."""
+        self.add([Finding("error", place, problem, advice)])
+
+    def errors(self, found: Sequence[tuple[Path, str]], advice: str) -> None:
+        """Report several (place, problem) of one sort that break a run or its numbers."""
+        self.add([Finding("error", place, problem, advice) for place, problem in found])
+
+    def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
+        """The items, with their progress shown if that is wanted."""
+        return track(items, label) if self.progress else items
+
+
+class RaiseFirst(Report):
+    """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown."""
+
+    def add(self, findings: Sequence[Finding]) -> None:
+        if findings and findings[0].severity == "error":
+            first, more = findings[0], len(findings) - 1
+            raise BadData(dataclasses.replace(first, problem=f"{first.problem} (and {more:,} more like this)") if more else first)
+
+
+RAISE_FIRST = RaiseFirst()
+
+
+class PrintAll(Report):
+    """The report of `repro data check`: a line for each finding; of more than ten of one sort the rest are counted.
+
+    Args:
+        root: places are shown relative to this folder.
+        emit: takes a line, whose first word is the severity.
+    """
+
+    def __init__(self, root: Path, emit: Callable[[str], None] = print):
+        super().__init__(progress=True)
+        self._root, self._emit = root, emit
+        self._seen: set[Finding] = set()
+
+    def add(self, findings: Sequence[Finding]) -> None:
+        # a file that both splits share is read, and judged, once for each
+        new = [finding for finding in findings if finding not in self._seen]
+        self._seen.update(new)
+        for finding in new[:_MOST_SHOWN]:
+            self._emit(f"{finding.severity:9}{dataclasses.replace(finding, place=self._shorten(finding.place))}")
+        if (rest := len(new) - _MOST_SHOWN) > 0:
+            self._emit(f"{new[0].severity:9}... and {rest:,} more like this")
+        self.num_errors += sum(finding.severity == "error" for finding in new)
+        self.num_warnings += sum(finding.severity == "warning" for finding in new)
+
+    def _shorten(self, place: Path) -> Path:
+        inside = place.is_relative_to(self._root) and place != self._root
+        return place.relative_to(self._root) if inside else place
+
+
+def count(number: int, noun: str) -> str:
+    """`1 image`, `1,281,167 images`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def compare_counts(report: Report, place: Path, unit: str, found: int, expected: int | None, advice: str) -> None:
+    """Report a count of `unit`; it is an error where another one was expected."""
+    if expected is None or found == expected:
+        report.ok(place, f"{found:,} {unit}")
+    else:
+        report.error(place, f"{found:,} {unit}, {expected:,} expected", advice)

@@ -1,0 +1,200 @@
+"""The table of data kinds, and the cells of params.yaml that name one. Imports nothing heavy.
+
+A new kind is a row of `KINDS`; an embedded one, which the project writes itself, also has a writer and its settings.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
+
+Format = Literal["folders", "coco", "ade20k"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of data set.
+
+    Args:
+        name: the kind in params.yaml and in manifests.
+        parts: the format of each part -> where it begins below the root. `folders` is train/<class>/ and val/<class>/.
+        layout: what the root holds, for messages.
+        check: the function of this package that `repro data check` calls with (root, report, depth).
+        class_names: gives the names that class folders may have; None allows any.
+        sorting: advice where images are not sorted into class folders.
+        official: (name, counts) of the published data set; a manifest lists the departures from it.
+        size_gb: disk space in 1e9 bytes once the archives are removed; None where it depends on settings or on the user.
+        settings_key: of an embedded kind, the key of its settings in a cell of prepare_data.
+        settings: of an embedded kind, the class of its settings.
+        writer: of an embedded kind, the function of this package that is called with (root, settings).
+        upright: whether images are turned as their EXIF data say. Published numbers on ImageNet leave them as they are stored.
+        paired: whether training images of the same name belong in one batch.
+    """
+
+    name: str
+    parts: Mapping[Format, str]
+    layout: str
+    check: str
+    class_names: Callable[[], Sequence[str]] | None = None
+    sorting: str = "sort them into one folder per class (docs/data.md)"
+    official: tuple[str, ExpectedCounts] | None = None
+    size_gb: float | None = None
+    settings_key: str | None = None
+    settings: type | None = None
+    writer: str | None = None
+    upright: bool = False
+    paired: bool = False
+
+    def prefix(self, part: Format) -> str:
+        """How the manifest begins the names of a part's folders; empty where the part is all of the data set."""
+        return "" if self.parts[part] == "." else f"{self.parts[part]}/"
+
+    def write(self, root: Path, settings: Any) -> None:
+        """Write an embedded data set.
+
+        Raises:
+            UserError: `root` holds other files, or the settings cannot be met.
+        """
+        load_function(self.writer)(root, settings)
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules whose sources determine the content of an embedded data set."""
+        return [f"{__package__}.{self.writer.rpartition('.')[0]}"] if self.writer else []
+
+
+@functools.cache
+def list_wnids() -> tuple[str, ...]:
+    """The wnids of ImageNet-1K in sorted order, which is the order of the class indices of published weights."""
+    from timm.data import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="digits",
+            parts={"folders": "."},
+            layout="train/digit_<0-9>/ and val/digit_<0-9>/",
+            check="check.folders.check_digits",
+            class_names=lambda: DigitsSettings.CLASSES,
+            settings_key="generate",
+            settings=DigitsSettings,
+            writer="embedded.digits.write_digits",
+        ),
+        Kind(
+            name="imagenet",
+            parts={"folders": "."},
+            layout="train/<wnid>/ and val/<wnid>/, a thousand folders each",
+            check="check.folders.check_imagenet",
+            class_names=list_wnids,
+            sorting=f"sort them into one folder per class, named by its wnid; {GROUND_TRUTH}",
+            official=("ImageNet-1K", IMAGENET_1K),
+            size_gb=150,
+        ),
+        Kind(
+            name="folder",
+            parts={"folders": "."},
+            layout="train/<class>/ and val/<class>/",
+            check="check.folders.check_folder",
+            upright=True,
+        ),
+        Kind(
+            name="connect",
+            parts={"folders": "."},
+            layout="train/{apart,joined}/ and val/{apart,joined}/",
+            check="check.folders.check_connect",
+            class_names=lambda: ConnectSettings.CLASSES,
+            settings_key="curves",
+            settings=ConnectSettings,
+            writer="embedded.connect.write_connect",
+            paired=True,
+        ),
+        Kind(
+            name="scenes",
+            parts={"coco": "coco", "ade20k": "ade20k"},
+            layout="coco/ and ade20k/",
+            check="check.dense.check_scenes",
+            settings_key="draw",
+            settings=ScenesSettings,
+            writer="embedded.scenes.write_scenes",
+        ),
+        Kind(
+            name="coco",
+            parts={"coco": "."},
+            layout="train2017/, val2017/ and annotations/",
+            check="check.dense.check_coco",
+            official=("COCO 2017", ExpectedCounts(classes=80, train=118_287, val=5_000)),
+            size_gb=20,
+        ),
+        Kind(
+            name="ade20k",
+            parts={"ade20k": "."},
+            layout="ADEChallengeData2016, or is that folder,",
+            check="check.dense.check_ade20k",
+            official=("ADE20K", ExpectedCounts(classes=150, train=20_210, val=2_000)),
+            size_gb=1,
+        ),
+    )
+}
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """A function of this package by its module and name, e.g. `embedded.digits.write_digits`.
+
+    The table names functions instead of importing them, so that an edit in a writer or in a check leaves the code hash of every
+    training as it is.
+    """
+    module, _, function = name.rpartition(".")
+    return getattr(load_module(module), function)
+
+
+def load_module(name: str) -> Any:
+    """A module of this package by its name; see `load_function`."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareData:
+    """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`.
+
+    Args:
+        kind: a row of `KINDS`.
+        expected: what the data set must hold; only a `folder` may leave it out.
+        generate: how `digits` is written; only there.
+        draw: how `scenes` is written; only there.
+        curves: how `connect` is written; only there.
+    """
+
+    kind: Literal[tuple(KINDS)]
+    expected: ExpectedCounts | None = None
+    generate: DigitsSettings | None = None
+    draw: ScenesSettings | None = None
+    curves: ConnectSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.expected is None and self.kind != "folder":
+            raise ValueError(f"expected: missing; say how many classes and images {self.kind} must have")
+        for kind in KINDS.values():
+            if kind.settings_key and (self.kind == kind.name) != (getattr(self, kind.settings_key) is not None):
+                raise ValueError(f"{kind.settings_key}: needed for kind {kind.name}, and for no other")
+
+    @property
+    def settings(self) -> Any:
+        """How an embedded data set is written; None for one that must be there."""
+        key = KINDS[self.kind].settings_key
+        return getattr(self, key) if key else None
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the project writes the data set itself."""
+        return self.settings is not None

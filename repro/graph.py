@@ -1,0 +1,138 @@
+"""The graph of dvc.yaml: which sources each stage depends on, and what is fresh, stale, missing or interrupted.
+
+Every function takes the table of stages, name -> `stages.Stage`.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .core.config import load_section, load_yaml
+from .core.errors import RunError, UserError
+from .core.hashing import hash_files, import_closure
+from .core.paths import Paths
+from .core.record import write_json
+
+
+def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any) -> list[str]:
+    """The files on which the results of a stage, or of one cell of it, depend, relative to the checkout's root.
+
+    These are the first-party modules that the stage's module and its models' families import, and the files that the stage names.
+
+    Args:
+        paths: the checkout.
+        table: the table of stages.
+        name: the stage's name.
+        params: the stage's section or cell; None for a stage without parameters.
+    """
+    stage = table[name]
+    models = () if params is None else stage.models(params)
+    # a family's module begins the names of its models; timm's own models have none here
+    families = {f"repro.models.{model.partition('_')[0]}" for model in models}
+    files = [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
+    modules = () if params is None else stage.modules(params)
+    return sorted({*import_closure(paths.root, [f"stages.{name}", *families, *modules]), *files})
+
+
+def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
+    """Write results/code/<stage>.json, or <stage>/<cell>.json, for every stage of the graph but the ones that always run.
+
+    Raises:
+        UserError: wrong parameters in a section; the files of the other stages are written.
+    """
+    wrong = None
+    for name, cell in list_units(paths, table):
+        try:
+            params = load_params(paths, table, name, cell)
+        except UserError as error:
+            wrong = error
+            continue
+        file = paths.results / "code" / (f"{name}/{cell}.json" if cell else f"{name}.json")
+        sources = find_sources(paths, table, name, params)
+        write_json(file, {"code_hash": hash_files(paths.root, sources), "files": len(sources)})
+    if wrong is not None:
+        raise wrong
+
+
+def list_units(paths: Paths, table: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """(stage, cell or None) for each unit of dvc.yaml that depends on code hashes, in its order; sections may be absent."""
+    sections = load_yaml(paths.params)
+    for name, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
+        if definition.get("always_changed"):
+            continue
+        if "foreach" in definition:
+            yield from ((name, str(cell)) for cell in sections.get(name) or {})
+        elif table[name].params is None or name in sections:
+            yield name, None
+
+
+def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | None) -> Any:
+    """The parameters of a stage or of one of its cells; None for a stage without a section. Raises UserError."""
+    params = table[name].params
+    return None if params is None else load_section(params, paths.params, name, *([cell] if cell else []))
+
+
+def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(stage, status, why) per stage and cell of dvc.yaml, in its order.
+
+    `interrupted`: a run was stopped and its saved state waits under .runs; `missing`: an output is not there; `stale`: a
+    dependency, a parameter or an output changed since the result was made; else `fresh`.
+
+    Raises:
+        RunError: DVC cannot say. UserError: wrong parameters.
+    """
+    if "code" in load_yaml(paths.root / "dvc.yaml")["stages"]:
+        write_code_hashes(paths, table)  # else an edit would be seen only after `code` ran
+    changed = json.loads(_run_dvc(paths, "status", "--json"))
+    rows = []
+    for name in _run_dvc(paths, "stage", "list", "--name-only").split():
+        whys = [why for why in changed.get(name, []) if why != "always changed"]
+        outs = {out: how for why in whys if isinstance(why, dict) for out, how in why.get("changed outs", {}).items()}
+        deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", {})]
+        state = _find_saved_state(paths, table, name)
+        missing = [out for out, how in outs.items() if how == "deleted"]
+        if name == "code":
+            continue
+        if state is not None:
+            step = int(state.name.split(".")[0].removeprefix("step_"))
+            rows.append((name, "interrupted", f"stopped after step {step}; it continues from there"))
+        elif missing:
+            rows.append((name, "missing", ", ".join(missing)))
+        elif whys:
+            others = [why for why in whys if isinstance(why, str)]
+            rows.append((name, "stale", ", ".join([*map(_name_dependency, deps), *outs, *others])))
+        else:
+            rows.append((name, "fresh", ""))
+    return rows
+
+
+def _name_dependency(path: str) -> str:
+    return "its code" if path.startswith("results/code/") else path
+
+
+def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
+    """The newest saved state of a training cell, for its parameters as they are now; of several seeds the last one begun."""
+    stage, _, cell = name.partition("@")
+    row = table.get(stage)
+    if row is None or row.task is None:
+        return None
+    from .training.job import Cell
+
+    try:
+        params = load_params(paths, table, stage, cell)
+    except (UserError, OSError):  # no run can have started with these
+        return None
+    shared: dict[str, Any] = {"paths": paths, "runtime": None, "folder": paths.cell(stage, cell)}
+    of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, **shared)
+    folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
+    return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)
+
+
+def _run_dvc(paths: Paths, *args: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "dvc", *args], cwd=paths.root, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"dvc {' '.join(args)}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
+    return done.stdout

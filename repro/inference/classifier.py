@@ -1,0 +1,112 @@
+"""A trained classifier on its device, with the transform that its images need: what every use of one shares."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..core.runtime import torch_dtype
+from ..core.ui import Progress
+from ..data.classification import ImageFolder, ToInput, eval_transform
+from ..data.loader import EvalLoader
+from ..data.pixels import read_pixels
+from ..data.settings import TransformSettings
+from ..data.tree import Tree
+from ..models.checkpoints import Checkpoint
+from ..tasks.classification.task import accuracy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A classifier in eval mode, without gradients for its parameters.
+
+    Args:
+        checkpoint: where its weights come from.
+        model: inputs (B, 3, S, S) -> logits (B, num_classes).
+        transform: how an image becomes an input.
+        device: where the model is.
+    """
+
+    checkpoint: Checkpoint
+    model: nn.Module
+    transform: TransformSettings
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """What records call the model."""
+        return self.checkpoint.name
+
+    def read_picture(self, path: Path) -> Tensor:
+        """A picture as the model sees it: resized and cropped, uint8 (3, S, S).
+
+        Raises:
+            UserError: the picture cannot be read.
+        """
+        return torch.as_tensor(eval_transform(self.transform)(Image.fromarray(read_pixels(path))))
+
+    def read_images(self, tree: Tree) -> Tensor:
+        """The validation images of a tree as the model sees them: uint8 (N, 3, S, S)."""
+        dataset = self._dataset(tree)
+        return torch.stack([torch.as_tensor(dataset[(0, index)][0]) for index in range(len(dataset))])
+
+    def to_inputs(self, images: Tensor) -> Tensor:
+        """uint8 images (N, 3, S, S) -> normalised fp32 inputs on the model's device."""
+        return ToInput(self.transform, self.device)(images)
+
+    def measure_accuracy(
+        self, tree: Tree, *, batch_size: int, workers: int, dtype: str = "fp32", progress: Progress | None = None
+    ) -> dict[str, float]:
+        """`top1_percent`, `top5_percent`, `val_loss` and `val_images` over the validation split of a tree.
+
+        Args:
+            tree: the data set.
+            batch_size: images per forward pass.
+            workers: processes that read images.
+            dtype: `bf16` and `fp16` run under autocast.
+            progress: is updated with the number of finished images.
+        """
+        loader = EvalLoader(self._dataset(tree), batch_size=batch_size, workers=workers, device=self.device)
+        autocast = torch.autocast(self.device.type, dtype=torch_dtype(dtype), enabled=dtype != "fp32")
+        try:
+            with autocast:
+                scores = accuracy(self.model, _report_progress(loader, progress), ToInput(self.transform, self.device))
+        finally:
+            loader.close()
+        return {**{key: value for key, value in scores.items() if key != "images"}, "val_images": scores["images"]}
+
+    def _dataset(self, tree: Tree) -> ImageFolder:
+        return ImageFolder(tree, "val", eval_transform(self.transform))
+
+
+def load_classifier(checkpoint: Checkpoint, device: torch.device, image_size: int | None = None) -> Classifier:
+    """Build a classifier from its checkpoint, for the image size of its training or another side in pixels.
+
+    Raises:
+        UserError, RunError: see `Checkpoint.build`.
+    """
+    model = checkpoint.require_classifier().build(image_size).to(device).requires_grad_(False)
+    transform = TransformSettings.from_preprocessing(checkpoint.preprocessing, image_size)
+    return Classifier(checkpoint=checkpoint, model=model, transform=transform, device=device)
+
+
+def subsample_val(tree: Tree, count: int, seed: int) -> Tree:
+    """The tree with at most `count` validation images, drawn without replacement; they keep their order."""
+    files = tree.splits["val"]
+    if count >= len(files.names):
+        return tree
+    chosen = np.sort(np.random.Generator(np.random.PCG64(seed)).choice(len(files.names), count, replace=False))
+    return dataclasses.replace(tree, splits={**tree.splits, "val": files.take(chosen)})
+
+
+def _report_progress(loader: EvalLoader, progress: Progress | None) -> Iterator[tuple]:
+    done = 0
+    for batch in loader:
+        yield batch
+        done += len(batch[1])  # after the model: its result was waited for
+        if progress is not None:
+            progress.update(done)

@@ -1,0 +1,230 @@
+"""Accuracy of trained models on a prepared data set, at one image size or several: the work of `repro evaluate`."""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.csvfile import write_csv
+from ..core.errors import RunError, UserError
+from ..core.paths import Paths
+from ..core.record import atomic, make_identity, write_record
+from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
+from ..core.ui import Progress
+from ..data.cells import DataCell, open_cell
+from ..data.manifest import IMAGENET_1K
+from ..data.tree import Tree
+from ..models.checkpoints import Checkpoint, open_weights
+from ..models.published import Published
+from ..models.registry import family_module, kernel_backend
+from .classifier import Classifier, load_classifier, subsample_val
+from .params import EvaluatedParams, EvaluateRequest
+
+LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
+CURVE = ("image_size", "top1_percent", "top5_percent", "val_loss", "val_images")
+# () -> (models with published weights, and the sides of their images in pixels; reason -> labels of the rows without)
+FindModels = Callable[[], tuple[Sequence[tuple[Published, int]], dict[str, list[str]]]]
+FindPrinted = Callable[[str, int], str | None]  # registered name, side in pixels -> percent as printed
+
+
+def evaluate(
+    paths: Paths, runtime: Runtime, data: str, request: EvaluateRequest, *, find_models: FindModels, find_printed: FindPrinted
+) -> None:
+    """Evaluate each model at each size, print a line for each, and write the records.
+
+    They are results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; the name ends in a limit, and in a
+    dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several models fails, a line
+    on stderr says so and the others are evaluated.
+
+    Args:
+        data: a cell of `prepare_data`.
+        request: see `EvaluateRequest`.
+        find_models: the models of the paper's table, for `request.table1`.
+        find_printed: the accuracy that the paper prints for a model, which is shown beside a full score.
+
+    Raises:
+        UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.
+        RunError: weights that cannot be fetched, logits that are not finite, or a GPU with too little memory; with several models,
+            after the last one.
+    """
+    request.check()
+    cell = open_cell(paths, runtime, data)
+    if request.limit is not None:
+        check_limit(request.limit, cell.manifest.splits["val"].images)
+    tree = cell.open_tree()
+    subjects = list(_find_subjects(request, tree.classes, data, find_models))
+    if request.limit is not None:
+        tree = subsample_val(tree, request.limit, LIMIT_SEED)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    evaluation = _Evaluation(paths, runtime, cell, tree, choose_device(runtime.device), request, find_printed)
+    failed = []
+    for checkpoint, sizes in subjects:
+        try:
+            evaluation.run(checkpoint, sizes)
+        except (UserError, RunError) as error:
+            if len(subjects) == 1:
+                raise
+            failed.append(checkpoint.name)
+            print(f"repro: {error}", file=sys.stderr, flush=True)
+    if failed:
+        raise RunError(f"evaluate: {len(failed)} of {len(subjects)} models were not evaluated: {', '.join(failed)}")
+
+
+def check_limit(limit: int, val_images: int) -> None:
+    """Refuse a limit that is none, or whose score would look like a full one.
+
+    Raises:
+        UserError: naming the limit.
+    """
+    if limit >= val_images:
+        raise UserError(f"evaluate: --limit {limit}: the validation split has {val_images} images; leave out --limit to use all of them")
+    if limit == IMAGENET_1K.val:  # reports recognise a full score by this number
+        raise UserError(f"evaluate: --limit {limit}: is the size of ImageNet-1K's split and would be taken for it; give another number")
+
+
+def _find_subjects(
+    request: EvaluateRequest, classes: Sequence[str], data: str, find_models: FindModels
+) -> Iterator[tuple[Checkpoint, tuple[int, ...]]]:
+    """The checkpoints with the sizes to evaluate them at, after a check that they fit the data; nothing is built or fetched."""
+    if request.weights is not None:
+        found = [(open_weights(request.weights, model=request.models[0] if request.models else None).require_classifier(), None)]
+    elif request.table1:
+        rows, left_out = find_models()
+        print("\n".join(f"left out: {', '.join(labels)}: {reason}" for reason, labels in left_out.items()), flush=True)
+        found = [(open_weights(None, model=published.full_name), size) for published, size in rows]
+    else:
+        found = [(open_weights(None, model=name), None) for name in request.models]
+    for checkpoint, size in found:
+        _check_classes(checkpoint, classes, data)
+        yield checkpoint, request.image_sizes or (size or checkpoint.image_size,)
+
+
+def _check_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
+    where = checkpoint.path or (checkpoint.facts.get("weights_tag") and f"{checkpoint.model}.{checkpoint.facts['weights_tag']}")
+    if checkpoint.classes is not None and checkpoint.classes != tuple(classes):
+        raise UserError(f"{where}: was trained on other classes ({checkpoint.num_classes}) than {data} has ({len(classes)})")
+    if checkpoint.num_classes not in (None, len(classes)):
+        raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """What the models of one call share."""
+
+    paths: Paths
+    runtime: Runtime
+    cell: DataCell
+    tree: Tree
+    device: torch.device
+    request: EvaluateRequest
+    find_printed: FindPrinted
+
+    def run(self, checkpoint: Checkpoint, sizes: Sequence[int]) -> None:
+        """Evaluate one model at all its sizes."""
+        if len(sizes) > 1:  # a size that the model does not take is found before hours go into the others
+            for size in sizes:
+                classifier = load_classifier(checkpoint, self.device, size)
+                with torch.inference_mode(), _one_line_errors(checkpoint.name, size):
+                    classifier.model(torch.zeros(1, 3, size, size, device=self.device))
+        rows = [self._evaluate(load_classifier(checkpoint, self.device, size)) for size in sizes]
+        if len(rows) > 1:
+            folder = self._folder(checkpoint)
+            write_curve(folder, rows, f"{checkpoint.name} on {self.cell.name}")
+            print(f"{checkpoint.name} on {self.cell.name}: curve in {folder.relative_to(self.paths.root)}")
+
+    def _folder(self, checkpoint: Checkpoint, size: int | None = None) -> Path:
+        parts = [checkpoint.name, self.cell.name, *([str(size)] if size else []), checkpoint.hash[:8]]
+        parts += [f"limit{self.request.limit}"] if self.request.limit else []
+        parts += [self.request.dtype] if self.request.dtype != "fp32" else []
+        return self.paths.measured(device_slug(self.device)) / "evaluate" / "_".join(parts)
+
+    def _evaluate(self, classifier: Classifier) -> dict[str, Any]:
+        """Measure, record and print the accuracy of a model at one size; the record's metrics."""
+        started = time.monotonic()
+        request, checkpoint, size = self.request, classifier.checkpoint, classifier.transform.image_size
+        val_images = len(self.tree.splits["val"].names)
+        with Progress(f"{classifier.name} at {size}", val_images, unit="images") as progress, _one_line_errors(classifier.name, size):
+            scores = classifier.measure_accuracy(
+                self.tree, batch_size=request.batch_size, workers=self.runtime.workers, dtype=request.dtype, progress=progress
+            )
+        if not math.isfinite(scores["val_loss"]):
+            raise RunError(f"{classifier.name} at {size}: logits are not finite in {request.dtype}; use --dtype fp32 or bf16")
+        metrics = {
+            **scores,
+            "model": checkpoint.name,
+            "data": self.cell.name,
+            "kind": self.cell.kind,
+            "weights_hash": checkpoint.hash,
+            **checkpoint.facts,
+            "image_size": size,
+            "train_image_size": checkpoint.image_size,
+        }
+        if request.limit is not None:
+            metrics |= {"limit": request.limit, "limit_seed": LIMIT_SEED}
+        identity = make_identity(
+            self.paths.root,
+            [__name__, family_module(checkpoint.model)],
+            EvaluatedParams(model=checkpoint.name, weights_hash=checkpoint.hash, transform=classifier.transform, limit=request.limit),
+            data_manifest=self.cell.manifest_path,
+            device=device_label(self.device),
+            dtype=request.dtype,
+            backend=kernel_backend(classifier.model, torch_dtype(request.dtype)),
+        )
+        write_record(self._folder(checkpoint, size), metrics, identity, time.monotonic() - started)
+        print(f"{self._format_score(checkpoint, metrics)}, {progress.rate:.0f} img/s", flush=True)
+        return metrics
+
+    def _format_score(self, checkpoint: Checkpoint, metrics: dict[str, Any]) -> str:
+        tag = f" ({checkpoint.facts['weights_tag']})" if "weights_tag" in checkpoint.facts else ""
+        where = f"{checkpoint.name}{tag} on {self.cell.name} at {metrics['image_size']}, {self.request.dtype}"
+        limited = " (--limit: not a full score)" if self.request.limit else ""
+        # a score is comparable if all images were used and nothing but the plain model was evaluated
+        comparable = self.cell.kind == "imagenet" and not self.request.limit and checkpoint.facts.get("options") == {}
+        printed = self.find_printed(checkpoint.name, metrics["image_size"]) if comparable else None
+        scores = f"top-1 {metrics['top1_percent']:.2f} %, top-5 {metrics['top5_percent']:.2f} %"
+        return f"{where}: {scores} on {metrics['val_images']} images{limited}" + (f" (Table 1: {printed} %)" if printed else "")
+
+
+@contextlib.contextmanager
+def _one_line_errors(name: str, size: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise RunError(f"{name} at {size}: the GPU has too little memory; lower --batch-size") from None
+    except (ValueError, AssertionError) as error:  # a size that the model does not take
+        raise UserError(f"{name}: {error}") from None
+
+
+def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, with the size of the training marked).
+
+    Args:
+        folder: of both files.
+        rows: metrics of evaluations of one model.
+        title: which model and data, for the figure.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = sorted(rows, key=lambda row: row["image_size"])
+    write_csv(folder / "curve.csv", rows, CURVE)
+    trained, sizes = rows[0]["train_image_size"], [row["image_size"] for row in rows]
+    limited = " (--limit: not a full score)" if "limit" in rows[0] else ""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(sizes, [row["top1_percent"] for row in rows], marker="o")
+    axes.axvline(trained, linestyle="--", color="grey", label=f"trained at {trained} pixels")
+    axes.set(xlabel="image size (pixels)", ylabel="top-1 accuracy (%)")
+    axes.set_title(f"{title}, {rows[0]['val_images']} images{limited}", fontsize="medium")
+    axes.set_xticks(sorted({*sizes, trained}))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic(folder / "curve.png") as temporary:
+        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

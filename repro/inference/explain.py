@@ -1,0 +1,136 @@
+"""What a trained classifier looks at and what its inner learner does: the work of `repro explain`, shared with `repro visualize`."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..core.errors import UserError
+from ..core.runtime import device_label
+from ..data.cells import DataCell
+from ..data.tree import Tree
+from ..explain import draw, erf, inner
+from ..explain.operator import OverrideTTTLinear
+from ..explain.probes import Probe
+from ..models.checkpoints import open_weights
+from .classifier import Classifier, load_classifier
+
+BATCH_SIZE = 64
+Map = Literal["gmm", "erf", "reconstruction"]
+
+
+def find_snapshots(weights: Path) -> dict[int, Path]:
+    """The snapshots that a training left beside a weights file: epoch -> file, in the order of the epochs."""
+    found = {re.fullmatch(r"epoch_(\d+)", file.stem): file for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")}
+    return dict(sorted((int(match[1]), file) for match, file in found.items() if match))
+
+
+def measure_field(classifier: Classifier, inputs: Tensor) -> tuple[erf.FieldShape, np.ndarray]:
+    """The receptive field of a model's central unit over inputs (N,3,H,W): in numbers, and the contributions (H,W)."""
+    field = erf.compute_receptive_field(erf.get_last_features(classifier.model), inputs)
+    return erf.describe_field(field, erf.find_centre(classifier.model, tuple(inputs.shape[-2:]))), field.cpu().numpy()
+
+
+def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Path) -> None:
+    """Draw a map of pictures as a PNG, and print what it shows.
+
+    `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over the pictures.
+
+    Raises:
+        UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have; nothing is
+            written then.
+    """
+    if output.suffix.lower() != ".png":
+        raise UserError(f"{output}: the figure is a PNG file; end its name in .png")
+    weights = classifier.checkpoint.path
+    images = torch.stack([_read_picture(classifier, path) for path in pictures])
+    inputs = classifier.to_inputs(images)
+    count = f"{len(images)} picture" + ("s" if len(images) > 1 else "")
+    source = "/".join(weights.parts[-2:]) if weights else "published weights"
+    caption = f"{classifier.name}, {source}, {count}; {device_label(classifier.device)}"
+    if map == "erf":
+        shape, field = measure_field(classifier, inputs)
+        draw.draw_fields(output, {classifier.name: field}, {classifier.name: shape}, caption)
+        half, most = f"{shape.radius_50_px:.1f} px", f"{shape.radius_90_px:.1f} px"
+        print(f"50 % of the contributions lie within {half}, 90 % within {most}; anisotropy {shape.anisotropy:.3f}")
+    else:
+        try:
+            _draw_inner_map(classifier, images, inputs, map, output, caption)
+        except ValueError as error:
+            raise UserError(f"{weights or classifier.name}: {error}; use --map erf") from None
+    size = classifier.transform.image_size
+    resized = f"resized to a short side of {round(size / classifier.transform.crop_pct)} px"
+    print(f"{output}: {count}, {resized}; the model sees the central {size}x{size}")
+
+
+def _draw_inner_map(classifier: Classifier, images: Tensor, inputs: Tensor, map: Map, output: Path, caption: str) -> None:
+    weights = classifier.checkpoint.path
+    snapshots = find_snapshots(weights) if weights else {}
+
+    def load(file: Path) -> Any:
+        return load_classifier(open_weights(file), classifier.device).model
+
+    if map == "gmm":
+        models = {"before": load(snapshots[0])} if 0 in snapshots else {}
+        models["after"] = classifier.model
+        maps = {state: inner.compute_gradient_maps(model, inputs).cpu() for state, model in models.items()}
+        tops = {state: inner.mark_tokens(classifier.model, found) for state, found in maps.items()}
+        draw.draw_gradients(output, list(images.permute(0, 2, 3, 1).numpy()), maps, tops, caption)
+    else:
+        models = {f"epoch {epoch}": load(file) for epoch, file in snapshots.items()} or {"trained": classifier.model}
+        losses = {state: inner.compute_reconstruction_losses(model, inputs).cpu() for state, model in models.items()}
+        draw.draw_losses(output, losses, caption)
+
+
+def _read_picture(classifier: Classifier, path: Path) -> Tensor:
+    seen = classifier.read_picture(path)
+    with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # warns of large pictures, which were read already
+        frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        print(f"{path}: an animation of {frames} frames; the first one is shown")
+    return seen
+
+
+def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], str]:
+    """`top1_percent`, `val_images` and the inner losses over a validation split with a changed inner loop; and what others report.
+
+    Raises:
+        UserError: an unknown probe, or a model without an inner learner.
+    """
+    try:
+        probe = Probe(name)
+        with OverrideTTTLinear(probe):
+            scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
+        before, after = probe.inner_losses()
+    except ValueError as error:
+        raise UserError(f"explain: {error}") from None
+    kept = {key: scores[key] for key in ("top1_percent", "val_images")}
+    return kept | {"inner_loss_before": before, "inner_loss_after": after}, probe.reported
+
+
+def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: int) -> None:
+    """Print a model's accuracy and inner losses on a validation split, unchanged and with a probe.
+
+    Raises:
+        UserError: an unknown probe, a model without an inner learner, or data with other classes than the model's.
+    """
+    tree, classes = cell.open_tree(), classifier.checkpoint.classes
+    if classes is not None and classes != tuple(tree.classes):
+        where = classifier.checkpoint.path
+        raise UserError(f"{where}: was trained on other classes ({len(classes)}) than {cell.name} has ({len(tree.classes)})")
+    found, reported = run_probe(classifier, tree, name, workers)
+    unchanged, _ = run_probe(classifier, tree, "steps=1", workers)
+    before, after = unchanged["top1_percent"], found["top1_percent"]
+    print(
+        f"{classifier.name} on {cell.name}, {found['val_images']} images: "
+        f"top-1 {before:.2f} %, with {name} {after:.2f} % ({after - before:+.2f})"
+    )
+    for which, numbers in (("unchanged", unchanged), (f"with {name}", found)):
+        losses = f"{numbers['inner_loss_before']:.3f}, {numbers['inner_loss_after']:.3f}"
+        print(f"inner loss of a chunk before and after its steps, {which}: {losses}")
+    print(f"Liu et al. report: {reported}")

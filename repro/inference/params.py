@@ -1,0 +1,102 @@
+"""What the stages of this room are asked for. Imports nothing heavy: the command line needs it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from ..core.config import bounded
+from ..core.errors import UserError
+from ..data.settings import TransformSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateRequest:
+    """Which weights to evaluate, and how; the fields are the options of `repro evaluate`.
+
+    Args:
+        weights: a file of weights.
+        models: registered names; with `weights`, at most the one that the file belongs to.
+        pretrained: evaluate the weights of `models` that timm publishes.
+        table1: evaluate all models of the paper's Table 1 with published weights.
+        image_sizes: sides in pixels; by default that of the training.
+        batch_size: images per forward pass.
+        limit: evaluate only so many images.
+        dtype: `bf16` and `fp16` run under autocast.
+    """
+
+    weights: Path | None = None
+    models: tuple[str, ...] = ()
+    pretrained: bool = False
+    table1: bool = False
+    image_sizes: tuple[int, ...] = ()
+    batch_size: int = 64
+    limit: int | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            UserError: naming the options.
+        """
+        if self.weights is not None and self.pretrained:
+            raise UserError("evaluate: --weights and --pretrained name two sets of weights; give one of them")
+        if self.table1 and (self.weights is not None or self.models):
+            raise UserError("evaluate: --table1 chooses models and weights itself; leave out --model and --weights")
+        if self.weights is None and not self.table1 and not (self.models and self.pretrained):
+            raise UserError("evaluate: an untrained model has no accuracy; give --weights FILE, or --model NAME --pretrained")
+        if self.weights is not None and len(self.models) > 1:
+            raise UserError(f"evaluate: a weights file holds one model, but {len(self.models)} are named; give one --model or none")
+        for option, values in (("--model", self.models), ("--image-size", self.image_sizes)):
+            repeated = [value for index, value in enumerate(values) if value in values[:index]]
+            if repeated:
+                raise UserError(f"evaluate: {option} {repeated[0]} is given twice")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluatedParams:
+    """What the scores of an evaluation depend on besides the data; its hash is in the record's identity."""
+
+    model: str
+    weights_hash: str
+    transform: TransformSettings
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldSource:
+    """A model of Fig. 8: a file of this project, with `model` an official file, or `model` alone for the weights that timm publishes."""
+
+    weights: str | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is None and self.model is None:
+            raise ValueError("weights: missing, and no model is named whose published weights could be used")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisualizeParams:
+    """The `visualize:` section.
+
+    Args:
+        cell: a cell of `pretrain` with a snapshot of epoch 0, for the gradients, the reconstruction losses and the probes.
+        data: a cell of `prepare_data`, whose validation images are used.
+        seed: of the draw of these images.
+        images: number of images over which maps and losses are averaged (the paper: 128).
+        shown: number of them in the figure of gradients, spread evenly over the classes.
+        receptive_fields: label -> model, in the order of Fig. 8.
+        field_images: number of images over which receptive fields are averaged.
+        probes: changes of the inner loop, see `repro.explain.probes`.
+        probe_images: largest number of images on which their accuracy is measured.
+    """
+
+    cell: str
+    data: str
+    seed: int = bounded(0, ge=0)
+    images: int = bounded(128, ge=1)
+    shown: int = bounded(3, ge=1)
+    receptive_fields: dict[str, FieldSource]
+    field_images: int = bounded(ge=1)
+    probes: tuple[str, ...] = ()
+    probe_images: int = bounded(ge=1)

@@ -1,0 +1,82 @@
+"""What a trained model sees in a person's own pictures: printed, drawn, and written as JSON."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import UserError
+from ..core.paths import find_root
+from ..core.record import atomic, write_json
+from ..core.runtime import choose_device, load_runtime
+from ..core.ui import print_table
+from ..data.pixels import read_pixels
+from ..models.checkpoints import open_weights
+from ..tasks import load_tasks
+from .pictures import find_pictures
+
+
+def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
+    """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write <output>/<picture>.png.
+
+    Args:
+        given: pictures and folders of pictures.
+        weights: a file of this project.
+        task: the task that the weights must be of, or None.
+        output: the folder for drawings.
+        json: the file for the predictions; None writes those of detection and segmentation to <output>/predictions.json.
+        min_score: detections below are not drawn.
+
+    Raises:
+        UserError: weights of another task, or two pictures that would be drawn to one file, before anything is written; pictures
+            that cannot be read, after the others.
+    """
+    device = choose_device(load_runtime(find_root()).device)
+    checkpoint = open_weights(weights)
+    own_task = (checkpoint.task or {"name": "classify"})["name"]
+    if task not in (None, own_task):
+        raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")
+    try:
+        predictor = load_tasks()[own_task].open_predictor(checkpoint, device, min_score)
+    except ValueError as error:
+        raise UserError(f"{weights}: {error}") from None
+    files = find_pictures(given, unique_names=predictor.draws)
+    found, rows, unread = {}, [], []
+    pictures = _read(files, predictor.prepare, unread)
+    while group := list(itertools.islice(pictures, predictor.batch_size)):
+        for (path, _), sight in zip(group, predictor.look([picture for _, picture in group]), strict=True):
+            found[path.name if predictor.draws else str(path)] = sight.content
+            if not predictor.draws and sys.stdout.isatty():
+                rows.append([path.name, *sight.line.split(", ")])
+            else:
+                print(f"{path}: {sight.line}", flush=True)
+            if sight.drawing is not None:
+                with atomic(output / f"{path.stem}.png") as temporary:
+                    sight.drawing.save(temporary, "PNG")
+    if rows:
+        print_table(["picture", *(str(rank) for rank in range(1, len(rows[0])))], rows)
+    target = json or (output / "predictions.json" if predictor.draws else None)
+    if target and found:
+        write_json(target, {"weights": weights.name, "model": checkpoint.model, "task": own_task, "pictures": found})
+        print(
+            f"{len(found)} picture{'s' if len(found) > 1 else ''} {'drawn in' if predictor.draws else 'in'} {output if predictor.draws else target}"
+        )
+    if len(unread) > 1:
+        print("\n".join(f"repro: {error}" for error in unread), file=sys.stderr)
+        raise UserError(f"predict: {len(unread)} of {len(files)} pictures could not be read")
+    if unread:
+        raise unread[0]
+
+
+def _read(files: list[Path], prepare: Callable[[Any], Any], unread: list[UserError]) -> Iterator[tuple[Path, Any]]:
+    """Each picture that can be read, prepared; the errors of the others go to `unread`."""
+    for path in files:
+        try:
+            pixels = read_pixels(path)
+        except UserError as error:
+            unread.append(error)
+            continue
+        yield path, prepare(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())

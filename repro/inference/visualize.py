@@ -1,0 +1,184 @@
+"""Gradient magnitude maps, receptive fields and reconstruction losses of trained cells, and their numbers: `repro visualize`."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.errors import RunError, UserError
+from ..core.paths import Paths
+from ..core.record import make_identity, write_record
+from ..core.runtime import Runtime, choose_device, device_label
+from ..data.cells import open_cell
+from ..data.tree import Tree
+from ..explain import draw, erf, inner
+from ..models.checkpoints import open_weights
+from ..models.registry import family_module, kernel_backend
+from .classifier import Classifier, load_classifier, subsample_val
+from .explain import find_snapshots, measure_field, run_probe
+from .params import VisualizeParams
+
+PROFILE_STEP_PX = 16  # between the radii whose shares are recorded
+INK = 0.5  # mean brightness, as a share of the full one, from which on a patch of a digit counts as ink
+
+
+def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
+    """Write results/visualize/{metrics.json, run.json} and four figures beside them.
+
+    A receptive field whose weights are missing is left blank, and is null in the record with the reason.
+
+    Raises:
+        UserError: missing data, or missing weights or snapshots of the cell.
+    """
+    started = time.monotonic()
+    device = choose_device(runtime.device)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    cell = open_cell(paths, runtime, params.data)
+    tree = cell.open_tree()
+    weights = paths.cell("pretrain", params.cell) / "weights.safetensors"
+    snapshots = find_snapshots(weights)
+    if 0 not in snapshots:
+        raise UserError(f"{weights.parent}: no snapshot of epoch 0; add 0 to pretrain.{params.cell}.snapshot_epochs and train it again")
+    classifier = load_classifier(open_weights(weights), device)
+    states = {epoch: load_classifier(open_weights(file), device) for epoch, file in snapshots.items()}
+    chosen, folder = subsample_val(tree, params.images, params.seed), paths.results / "visualize"
+    images = classifier.read_images(chosen)
+    inputs = classifier.to_inputs(images)
+    caption = f"{params.cell}, validation images of {params.data}; {device_label(device)}"
+
+    metrics: dict[str, Any] = {
+        "cell": params.cell,
+        "model": classifier.name,
+        "data": cell.name,
+        "kind": cell.kind,
+        "image_size": classifier.transform.image_size,
+        "val_images": len(images),
+        "gradient_magnitude": _compare_gradients(
+            {"before": states[0], "after": classifier}, images, inputs, params.shown, cell.kind, folder, caption
+        ),
+    }
+    losses = {f"epoch {epoch}": inner.compute_reconstruction_losses(each.model, inputs).cpu() for epoch, each in states.items()}
+    mean = f"forward scan, mean over {len(images)} images"
+    draw.draw_losses(folder / "fig11_reconstruction.png", losses, f"{caption}; {mean}")
+    metrics["reconstruction_loss"] = {state.replace(" ", "_"): _summarise_losses(found) for state, found in losses.items()}
+    metrics["receptive_fields"], modules = _compare_fields(params, paths, tree, device, folder)
+    measured = subsample_val(tree, params.probe_images, params.seed)
+    metrics["probes"] = {name: run_probe(classifier, measured, name, runtime.workers)[0] for name in ("steps=1", *params.probes)}
+    identity = make_identity(
+        paths.root,
+        [__name__, family_module(classifier.checkpoint.model), *modules],
+        params,
+        data_manifest=cell.manifest_path,
+        device=device_label(device),
+        dtype="fp32",
+        backend=kernel_backend(classifier.model, torch.float32),
+    )
+    write_record(folder, metrics, identity, time.monotonic() - started)
+    _print_summary(metrics)
+
+
+def _compare_gradients(
+    states: dict[str, Classifier], images: Tensor, inputs: Tensor, shown: int, kind: str, folder: Path, caption: str
+) -> dict[str, Any]:
+    """Draw Fig. 3 for the model before and after training; the numbers of each state."""
+    model = states["after"].model
+    maps = {state: inner.compute_gradient_maps(each.model, inputs).cpu() for state, each in states.items()}
+    tops = {state: inner.mark_tokens(model, found) for state, found in maps.items()}
+    places = torch.linspace(0, len(inputs) - 1, min(shown, len(inputs))).long()  # spread over the classes, in whose order images come
+    draw.draw_gradients(
+        folder / "fig3_gradient_magnitude.png",
+        list(images[places].permute(0, 2, 3, 1).numpy()),
+        {state: found[places] for state, found in maps.items()},
+        {state: {name: top[places] for name, top in found.items()} for state, found in tops.items()},
+        caption,
+    )
+    grid = tuple(maps["after"].shape[-2:])
+    first, ink = inner.find_first_chunks(model, grid), _find_ink(images, grid) if kind == "digits" else None
+    return {state: _summarise_gradients(maps[state], tops[state], first, ink) for state in maps}
+
+
+def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The patches of digits that are ink: images (N,3,H,W) -> mask (N,h,w)."""
+    return F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, grid)[:, 0] >= INK
+
+
+def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, ink: Tensor | None) -> dict[str, Any]:
+    """Shares in percent for maps (N,L,h,w): of all gradients in marked tokens and first chunks, and of ink among marked tokens.
+
+    `top30` are marked among all tokens, `later_top30` among those after the first chunks. The share of ink among all tokens of the
+    same kind stands beside each.
+    """
+    mean = maps.mean(1)
+    total = mean.sum((1, 2))
+    found: dict[str, Any] = {
+        "mean_by_layer": maps.mean((0, 2, 3)).tolist(),
+        "top30_share_percent": _percent((mean * tops["all"]).sum((1, 2)) / total),
+        "top30_in_first_chunks_percent": _percent(first.expand_as(mean)[tops["all"]]),
+        "first_chunks_share_percent": _percent((mean * first).sum((1, 2)) / total),
+        "first_chunks_tokens_percent": _percent(first),
+    }
+    if ink is None:
+        return found | {"ink": None, "ink_reason": "only for digits is it known which pixels are the object"}
+    found["ink"] = {"top30_percent": _percent(ink[tops["all"]]), "all_percent": _percent(ink)}
+    if not first.all():
+        found["ink"] |= {"later_top30_percent": _percent(ink[tops["later"]]), "later_percent": _percent(ink[:, ~first])}
+    return found
+
+
+def _percent(shares: Tensor) -> float:
+    return 100 * float(shares.double().mean())
+
+
+def _summarise_losses(losses: Tensor) -> dict[str, Any]:
+    """For losses (L,T): the mean of each layer, the smallest, and their variation over tokens (deviation / mean, averaged over layers)."""
+    mean = losses.mean(1)
+    variation = float((losses.std(1, correction=0) / mean).mean())
+    return {"mean_by_layer": mean.tolist(), "smallest": float(losses.min()), "variation_over_tokens": variation}
+
+
+def _compare_fields(
+    params: VisualizeParams, paths: Paths, tree: Tree, device: torch.device, folder: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Draw Fig. 8; the numbers of each model, and the modules that define the models' families."""
+    chosen = subsample_val(tree, params.field_images, params.seed)
+    fields, shapes, numbers, modules = {}, {}, {}, []
+    for label, source in params.receptive_fields.items():
+        try:
+            file = paths.root / source.weights if source.weights else None
+            if file is not None and not file.is_file():
+                raise RunError(f"{source.weights} is missing")
+            classifier = load_classifier(open_weights(file, model=source.model), device)
+        except RunError as error:
+            numbers[label], fields[label] = {"reason": str(error), "radius_50_px": None}, str(error)
+            continue
+        shape, fields[label] = measure_field(classifier, classifier.to_inputs(classifier.read_images(chosen)))
+        shapes[label] = shape
+        modules.append(family_module(classifier.checkpoint.model))
+        numbers[label] = {"model": classifier.name, "image_size": classifier.transform.image_size, **dataclasses.asdict(shape)}
+        profile = list(enumerate(shape.share_within))[::PROFILE_STEP_PX]
+        numbers[label]["share_within"] = {f"{radius}_px": share for radius, share in profile}
+        if shape.share_ahead is None:
+            numbers[label]["share_ahead_reason"] = "nothing outside the central patch contributes"
+    images = f"mean over {params.field_images} validation images of {params.data}"
+    caption = f"contributions of pixels to the central unit, {images}; {device_label(device)}"
+    draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, caption)
+    even = torch.ones(next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64)
+    centre = tuple((side - 1) / 2 for side in even.shape)
+    label = f"even over {even.shape[0]} × {even.shape[1]} px"
+    draw.draw_radial_profiles(folder / "fig8_radial_profile.png", shapes, (label, erf.describe_field(even, centre)), caption)
+    return numbers, modules
+
+
+def _print_summary(metrics: dict[str, Any]) -> None:
+    for state, numbers in metrics["gradient_magnitude"].items():
+        on_ink = f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""
+        print(f"top 30 % of the gradients {state} training: {numbers['top30_in_first_chunks_percent']:.0f} % in first chunks{on_ink}")
+    for label, field in metrics["receptive_fields"].items():
+        print(f"{label}: {field['reason']}" if "reason" in field else f"{label}: anisotropy {field['anisotropy']:.3f}")
+    for name, numbers in metrics["probes"].items():
+        print(f"{name}: top-1 {numbers['top1_percent']:.2f} %, inner loss after its steps {numbers['inner_loss_after']:.2f}")

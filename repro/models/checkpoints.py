@@ -1,0 +1,334 @@
+"""The one way to open a model from its weights, wherever they come from, and to start a training from them.
+
+`open_weights` finds out what a file, or a name of published weights, holds; the `Checkpoint` that it returns builds the model or
+reads the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import timm
+from torch import Tensor, nn
+
+from ..core.errors import UserError
+from ..core.hashing import hash_file
+from .published import Published, build_published, find_published, is_from_timm
+from .registry import build_model, family_module
+from .weights import (
+    adapt_to_size,
+    describe_misfits,
+    is_foreign,
+    load_official,
+    load_state,
+    read_metadata,
+    read_official,
+    read_state,
+    translate_official,
+)
+
+# options that depend on the data and the training and are not part of the architecture
+_OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate"}
+Size = int | tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model with its weights, found but not yet read.
+
+    Args:
+        name: what records call the model.
+        model: its registered name.
+        options: the further arguments that build it; what is not in them has the registered default.
+        task: for a dense model, the task's `name` and the params that build the rest; None for a classifier.
+        classes: class names in the order of the outputs; None if the weights do not name them.
+        num_classes: number of outputs; None for a backbone without its head.
+        preprocessing: the evaluation transform in timm's names; `input_size` is that of the training.
+        path: the file; None for weights that timm fetches.
+        facts: what else records say of the weights: options, weights_file, weights_tag, weights_license.
+    """
+
+    name: str
+    model: str
+    options: Mapping[str, Any]
+    task: Mapping[str, Any] | None = None
+    classes: tuple[str, ...] | None = None
+    num_classes: int | None
+    preprocessing: Mapping[str, Any]
+    path: Path | None
+    facts: Mapping[str, Any]
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """The short hash of the file, or `timm` for weights that timm fetches."""
+        return hash_file(self.path) if self.path else "timm"
+
+    @property
+    def image_size(self) -> int:
+        """Side in pixels of the images of the training."""
+        return self.preprocessing["input_size"][-1]
+
+    @property
+    def size_option(self) -> dict[str, Any]:
+        """`img_size` as the training built the model, to build another one for these weights; empty if that was the default."""
+        return {key: value for key, value in self.options.items() if key == "img_size"}
+
+    def require_classifier(self) -> Self:
+        """The checkpoint itself.
+
+        Raises:
+            UserError: it holds a dense model.
+        """
+        if self.task is not None:
+            raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
+        return self
+
+    def build(self, image_size: Size | None = None) -> nn.Module:
+        """The classifier with its weights, in eval mode.
+
+        Args:
+            image_size: side, or height and width, in pixels; by default that of the training. Position embeddings of a model that
+                is built for one size are resampled.
+
+        Raises:
+            UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
+            RunError: weights that cannot be fetched.
+        """
+        raise NotImplementedError
+
+    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """The tensors under this project's names, without a model.
+
+        Args:
+            options: arguments of the model that the tensors are for, by which timm adapts its own weights.
+
+        Raises:
+            UserError, RunError: as `build`.
+        """
+        raise NotImplementedError
+
+
+class OwnFile(Checkpoint):
+    """A file that `save_weights` wrote."""
+
+    def build(self, image_size: Size | None = None) -> nn.Module:
+        self.require_classifier()
+        try:
+            model = build_model(self.model, **self.options)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UserError(f"{self.path}: {error}") from None
+        self.load_into(model)
+        if image_size not in (None, self.image_size) and hasattr(model, "set_input_size"):
+            height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+            try:
+                model.set_input_size(img_size=(height, width))
+            except (ValueError, AssertionError) as error:
+                raise UserError(f"{self.name}: does not take images of {height}x{width} pixels: {error}") from None
+        return model.eval()
+
+    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        return read_state(self.path)
+
+    def load_into(self, model: nn.Module) -> None:
+        """Fill a model, a classifier or a dense one, that was built as the file says, strictly.
+
+        Raises:
+            UserError: an unreadable file, or weights that do not fit.
+        """
+        load_state(model, read_state(self.path), f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}")
+
+
+class OfficialFile(Checkpoint):
+    """A file that the authors of one of this project's families publish."""
+
+    def build(self, image_size: Size | None = None) -> nn.Module:
+        if self.num_classes is None:
+            raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
+        try:
+            model = build_model(self.model, img_size=image_size or self.image_size, num_classes=self.num_classes)
+            load_official(model, read_official(self.path))
+        except (ValueError, UserError) as error:
+            raise UserError(f"{self.path}: {error}") from None
+        return model.eval()
+
+    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        return translate_official(read_official(self.path), family_module(self.model))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimmWeights(Checkpoint):
+    """Weights that timm publishes, or a file that timm can load."""
+
+    published: Published
+
+    def build(self, image_size: Size | None = None) -> nn.Module:
+        return self._build({"img_size": image_size or self.image_size}).eval()
+
+    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
+        return self._build(kept).state_dict()
+
+    def _build(self, options: Mapping[str, Any]) -> nn.Module:
+        return build_published(self.published, file=self.path, num_classes=self.num_classes, **options)
+
+
+def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
+    """Find out which model some weights belong to; nothing is built, and nothing is fetched.
+
+    Args:
+        path: a file of this project, an official file of a family, or a file that timm can load; None for weights that timm
+            publishes.
+        model: registered name. A file of this project names its model itself, the others need it; of timm's models it may end in
+            a tag.
+
+    Raises:
+        UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; no model named where
+            one is needed; or published weights that do not exist.
+    """
+    if path is None:
+        if model is None:
+            raise UserError("neither a file of weights nor a model with published weights is named")
+        return _open_published(find_published(model))
+    if not is_foreign(path):
+        return _open_own(path, model)
+    if model is None:
+        raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
+    return _open_timm_file(path, model) if is_from_timm(model) else _open_official(path, model)
+
+
+def _open_own(path: Path, model: str | None) -> Checkpoint:
+    metadata = read_metadata(path)
+    if model not in (None, metadata["model"]):
+        raise UserError(f"{path}: holds weights of {metadata['model']}, not of {model}")
+    options, classes = metadata["options"], tuple(metadata["classes"])
+    return OwnFile(
+        name=metadata["model"],
+        model=metadata["model"],
+        options=options,
+        task=metadata.get("task"),
+        classes=classes,
+        num_classes=len(classes),
+        preprocessing=metadata["preprocessing"],
+        path=path,
+        facts={"options": {key: value for key, value in options.items() if key not in ("num_classes", "img_size")}},
+    )
+
+
+def _open_official(path: Path, model: str) -> Checkpoint:
+    state = read_official(path)
+    try:
+        state = translate_official(state, family_module(model))
+    except UserError as error:
+        raise UserError(f"{path}: not a file of this project, and for {model} {error}") from None
+    config = timm.get_pretrained_cfg(model)
+    head = state.get(f"{config.classifier}.weight")
+    return OfficialFile(
+        name=model,
+        model=model,
+        options={},
+        num_classes=None if head is None else len(head),
+        # the published evaluation of all these families: short side to 256 bicubically, the central 224, ImageNet's statistics
+        preprocessing=dataclasses.asdict(config),
+        path=path,
+        facts={"options": {}, "weights_file": path.name},
+    )
+
+
+def _open_timm_file(path: Path, model: str) -> Checkpoint:
+    published = find_published(model, required=False)
+    state, classifier = read_official(path), published.preprocessing["classifier"]
+    names = [classifier] if isinstance(classifier, str) else list(classifier or ())
+    heads = [state[f"{name}.weight"] for name in (*names, "head", "fc", "classifier") if f"{name}.weight" in state]
+    return TimmWeights(
+        name=model,
+        model=published.model,
+        options={},
+        num_classes=len(heads[0]) if heads else published.preprocessing["num_classes"],
+        preprocessing=published.preprocessing,
+        path=path,
+        # without options: reports then do not take it for a paper's model, because other data may have gone into it
+        facts={"weights_file": path.name},
+        published=published,
+    )
+
+
+def _open_published(published: Published) -> Checkpoint:
+    facts: dict[str, Any] = {"options": {}, "weights_tag": published.tag, "weights_license": published.license}
+    if published.license is None:
+        facts["weights_license_reason"] = "timm's configuration states none"
+    return TimmWeights(
+        name=published.record_name,
+        model=published.model,
+        options={},
+        num_classes=published.preprocessing["num_classes"],
+        preprocessing=published.preprocessing,
+        path=None,
+        facts=facts,
+        published=published,
+    )
+
+
+def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse weights of another model, of other options that change the architecture, or of a dense task.
+
+    Args:
+        checkpoint: the weights.
+        name, options: what builds the model that they are for.
+
+    Raises:
+        UserError: naming the difference.
+    """
+    where = checkpoint.require_classifier().path or checkpoint.name
+    if checkpoint.model != name:
+        raise UserError(f"{where}: holds weights of {checkpoint.model}, not of {name}")
+    if isinstance(checkpoint, OwnFile):
+        theirs, ours = (_architecture(each) for each in (checkpoint.options, options))
+        if theirs != ours:
+            raise UserError(f"{where}: holds a {name} built with {theirs or 'no options'}, but it is wanted with {ours or 'none'}")
+
+
+def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are part of the architecture, as they come back from JSON."""
+    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    return {key: value for key, value in listed.items() if key not in _OF_THE_TRAINING}
+
+
+def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """Fill a freshly built classifier with the weights of a checkpoint, strictly, to fine-tune it.
+
+    The head stays as it is where the number of classes differs, and position embeddings are resampled where the image size differs.
+
+    Args:
+        model: made by `registry.build_model`.
+        checkpoint: a classifier of the same model and options.
+
+    Returns:
+        A line for every key of both: `used`; for the head of the model, if its classes differ, `expected: new`; for keys of the
+        checkpoint's head that the model's head does not have, `expected: not needed`.
+
+    Raises:
+        UserError: a checkpoint that cannot be read, belongs to another model or does not fit; the model is then unchanged.
+        RunError: weights that cannot be fetched.
+    """
+    name, options = model.built_from
+    require_same_architecture(checkpoint, name, options)
+    where = checkpoint.path or checkpoint.name
+    state = checkpoint.read_state(options)
+    height, width = checkpoint.preprocessing["input_size"][-2:]
+    try:
+        state = adapt_to_size(model, state, (height, width))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    own, heads = model.state_dict(), ()
+    if checkpoint.num_classes != model.num_classes:
+        classifier = model.pretrained_cfg["classifier"]
+        heads = tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
+    used = {key: value for key, value in state.items() if not key.startswith(heads)}
+    problems = describe_misfits({key: value for key, value in own.items() if not key.startswith(heads)}, used)
+    if problems:
+        raise UserError(f"{where}: does not fit {name} as built with {options or 'no options'}: {problems}")
+    model.load_state_dict(own | used)
+    report = {key: "used" if key in used else "expected: not needed" for key in state}
+    return report | {key: "expected: new" for key in own if key not in used}

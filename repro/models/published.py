@@ -1,0 +1,167 @@
+"""The weights that timm publishes: finding the set that a name means, and building the model with it. Errors are one line."""
+
+import contextlib
+import dataclasses
+import logging
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors import SafetensorError
+from torch import nn
+
+from ..core.errors import RunError, UserError
+from .registry import build_model, family_module, require_known
+
+# tags of the architecture's own authors, for weights that were trained on ImageNet-1K alone; they are preferred to timm's
+_AUTHORS = ("fb_in1k", "ms_in1k", "pycls_in1k")
+# parts of timm's tags that mean more than labelled ImageNet-1K: fine-tuned, linear probe, weak or noisy labels, a teacher
+_MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "distilled"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """One set of published weights.
+
+    Args:
+        model: registered name, without timm's tag.
+        tag: timm's name for this set of weights; empty for a model with one unnamed set.
+        license: stated by the publisher on the hub, according to timm's configuration; None if it states none.
+        comparable: whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors'
+            own set if they published one.
+        preprocessing: timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others.
+    """
+
+    model: str
+    tag: str
+    license: str | None
+    comparable: bool
+    preprocessing: Mapping[str, Any]
+
+    @property
+    def full_name(self) -> str:
+        """The name with which `timm.create_model` builds the model with these weights."""
+        return f"{self.model}.{self.tag}" if self.tag else self.model
+
+    @property
+    def record_name(self) -> str:
+        """The name in records: the plain one, by which reports find the model, only if a paper's row may stand beside it."""
+        return self.model if self.comparable else self.full_name
+
+
+def is_only_imagenet_1k(tag: str) -> bool:
+    """Whether a tag of timm's says that the weights have seen labelled ImageNet-1K and nothing else; False in doubt."""
+    *parts, last = tag.split("_")
+    return last == "in1k" and not _MORE & set(parts) and not any(part.startswith(("in", "laion", "lvd")) for part in parts)
+
+
+def is_from_timm(name: str) -> bool:
+    """Whether a model, named with or without a tag, is one of timm's and not of this project.
+
+    Raises:
+        UserError: an unknown model.
+    """
+    try:
+        require_known(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return family_module(name).startswith("timm.")
+
+
+def find_published(name: str, *, required: bool = True) -> Published:
+    """The published weights that a name means.
+
+    `model.tag` means that set. `model` alone means the set for a paper's table (ImageNet-1K alone, the authors' before timm's), or
+    timm's default if there is none.
+
+    Args:
+        name: of a model, with or without a tag.
+        required: if False, a model without published weights gives timm's configuration of it, with an empty tag.
+
+    Raises:
+        UserError: an unknown model or tag, or a model without published weights.
+    """
+    model, _, tag = name.partition(".")
+    is_from_timm(name)
+    tags = [full.partition(".")[2] for full in timm.list_pretrained([model, f"{model}.*"])]
+    if not tags and required:
+        raise UserError(f"{model}: timm has no published weights; give a file of weights")
+    if tag and tag not in tags:
+        raise UserError(f"{name}: timm has no such weights; for {model} it has {', '.join(tags) or 'none'}")
+    default = timm.get_pretrained_cfg(model).tag if tags else ""
+    pure = [t for t in (*_AUTHORS, default, *tags) if t in tags and is_only_imagenet_1k(t)]
+    chosen = tag or (pure[0] if pure else default)
+    config = timm.get_pretrained_cfg(f"{model}.{chosen}" if chosen else model)
+    comparable = bool(pure) and chosen == pure[0]
+    return Published(model=model, tag=chosen, license=config.license, comparable=comparable, preprocessing=dataclasses.asdict(config))
+
+
+def build_published(published: Published, *, file: Path | None = None, **options: Any) -> nn.Module:
+    """A model with published weights, from the hub, from the hub's local cache or from a file; timm loads them, strictly.
+
+    Args:
+        published: see `find_published`.
+        file: a file with timm's names, or with names that timm translates.
+        options: further arguments of the model, such as `img_size` and, for a file, its own `num_classes`.
+
+    Raises:
+        UserError: a model that cannot be built with these options, or a file that does not fit it.
+        RunError: the weights cannot be fetched.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    overlay: dict[str, Any] = {"num_classes": options["num_classes"]} if "num_classes" in options else {}
+    if file:
+        overlay |= {"file": str(file), "custom_load": False}
+    hub = published.preprocessing.get("hf_hub_id") and not (file or published.preprocessing.get("file"))
+    with _only_cache_if_offline() if hub else contextlib.nullcontext() as problem:
+        try:
+            model = build_model(published.full_name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+        except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+            why = problem or "the download failed"
+            raise RunError(f"{published.full_name}: weights cannot be fetched and are not in the local cache: {why}") from None
+        except ValueError as error:
+            raise UserError(" ".join(str(error).split())) from None
+        except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:  # damaged, or with other keys
+            why = f"weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            if file:
+                raise UserError(f"{file}: {published.full_name}: {why}") from None
+            raise RunError(f"{published.full_name}: {why}") from None
+    model.built_from = published.model, options
+    return model
+
+
+_hub_problem: dict[str, str | None] = {}  # endpoint -> why it cannot be reached; found out once per process
+
+
+@contextlib.contextmanager
+def _only_cache_if_offline() -> Iterator[str | None]:
+    """Use only the hub's cache while the hub cannot be reached: its client would otherwise retry for most of a minute per model.
+
+    Yields why the hub cannot be reached, or None.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    endpoint, before = constants.ENDPOINT, constants.HF_HUB_OFFLINE
+    if before:
+        _hub_problem[endpoint] = "HF_HUB_OFFLINE is set"
+    elif endpoint not in _hub_problem:
+        try:
+            get_session().head(endpoint, timeout=10)
+            _hub_problem[endpoint] = None
+        except Exception as error:  # of whichever HTTP client this version of the hub's package uses
+            _hub_problem[endpoint] = f"{endpoint}: {error}"
+    loggers = [logging.getLogger(name) for name in ("timm.models._builder", "timm.models._hub")]
+    levels = [logger.level for logger in loggers]
+    try:
+        constants.HF_HUB_OFFLINE = _hub_problem[endpoint] is not None
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield _hub_problem[endpoint]
+    finally:
+        constants.HF_HUB_OFFLINE = before
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

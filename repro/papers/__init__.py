@@ -1,0 +1,25 @@
+"""One room for each paper: a folder here, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
+
+A room is found by lying here. Its other modules (variants, recipes) may be imported alone; nothing here imports the report, so that
+what uses them does not depend on it.
+"""
+
+import importlib
+import pkgutil
+from typing import Any
+
+
+def find_rooms() -> list[str]:
+    """The modules that declare the papers."""
+    return [f"{__name__}.{room.name}.paper" for room in pkgutil.iter_modules(__path__) if room.ispkg]
+
+
+def load_papers() -> dict[str, Any]:
+    """Id -> `Paper`; the primary paper first, then by name."""
+    papers = [importlib.import_module(room).PAPER for room in find_rooms()]
+    return {paper.id: paper for paper in sorted(papers, key=lambda paper: (not paper.primary, paper.id))}
+
+
+def load_primary() -> Any:
+    """The `Paper` that results/tables.md is about."""
+    return next(iter(load_papers().values()))

@@ -1,0 +1,1 @@
+"""What the parameters would run, for which tables and figures of the paper, and what it costs. Nothing is started."""

@@ -1,0 +1,129 @@
+"""The cost functions that the stages name in their rows of the table.
+
+Each takes a `Planner` and the stage's params, or {cell: params}, and returns rows. Hours of a training are its images over the
+throughput of one GPU; its evaluations are left out (under 1 % of ImageNet's 300 epochs).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..benchmark.params import ADAPTER
+from ..data.kinds import KINDS
+from ..measure.adapted import adapted_cost
+from ..measure.flops import cost
+from ..measure.speed import row_id
+from ..report.demands import Measurement
+from .planner import Planner, PlanRow, TrainingData
+
+BYTES_PER_VALUE = 4  # fp32
+STRIDE = 32  # to multiples of which the adapter pads an image
+
+
+def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
+    """Charge `prepare_data`: no GPU time, and the size of each data set from its manifest or as published."""
+    rows = []
+    for cell, params in cells.items():
+        manifest = planner.find_manifest(cell)
+        size_gb = sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KINDS[params.kind].size_gb
+        source = "from its manifest" if manifest else "as published" if size_gb else "unknown until it is written"
+        rows.append(PlanRow(command=planner.command(cell), gpu_hours=0.0, disk_gb=size_gb, basis=f"CPU only; size {source}"))
+    return rows
+
+
+def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
+    """Charge `pretrain`, `baselines` or `ablate`: one training for each seed.
+
+    The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is one, the moving
+    average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in addition there are one state
+    that is being written, and the first seed's snapshots and weights in the results.
+    """
+    rows = []
+    for cell, params in cells.items():
+        data = planner.find_data(cell, params.data)
+        options = {**params.options, "num_classes": data.classes}
+        counted = planner.count(cell, cost, params.model, options, (params.transform.image_size,) * 2)
+        speed = planner.find_classifier_speed(params, counted.macs)
+        images, seeds = _count_images(params, data), len(params.seeds)
+        state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
+        copies = seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
+        repeated = f"{seeds} seeds of " if seeds > 1 else ""
+        epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
+        rows.append(
+            PlanRow(
+                command=planner.command(cell),
+                gpu_hours=seeds * images / speed.img_per_s / 3600,
+                disk_gb=copies * counted.num_params * BYTES_PER_VALUE / 1e9,
+                basis=f"{repeated}{epochs} of {images // params.epochs:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
+                note=speed.note,
+                gives=_give_accuracy(planner, data, params),
+            )
+        )
+    return rows
+
+
+def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
+    """Charge `detect`, with every image at the largest of the scales; see `_charge_dense`."""
+    rows = []
+    for cell, params in cells.items():
+        scale = params.transform.min_size[-1], params.transform.max_size
+        rows.append(_charge_dense(planner, cell, params, scale))
+    return rows
+
+
+def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
+    """Charge `segment`, whose images are crops; see `_charge_dense`."""
+    return [_charge_dense(planner, cell, params, (params.transform.crop_size,) * 2) for cell, params in cells.items()]
+
+
+def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
+    """Charge `complexity`, which takes seconds on a CPU."""
+    gives = set()
+    for model, options, image_size in params.rows():
+        macs = "macs_g_paper_convention" if model == ADAPTER else "macs_g"
+        row = row_id(planner.model_key(model, options), {}, image_size)
+        gives |= {("params_m", row, ""), (macs, row, "")}
+    basis = "CPU only, under a minute"
+    return [PlanRow(command=planner.command(), gpu_hours=0.0, disk_gb=0.0, basis=basis, gives=frozenset(gives))]
+
+
+def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
+    """Charge `efficiency` the time after which every row would be stopped: an upper bound."""
+    rows = len(params.models) * len(params.image_sizes)
+    gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
+    basis = f"at most: {rows} rows of {params.budget_s:g} s"
+    return [PlanRow(command=planner.command(), gpu_hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
+
+
+def charge_unknown(planner: Planner, params: Any) -> list[PlanRow]:
+    """List a stage whose cost is not modelled."""
+    return [planner.unknown_row()]
+
+
+def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
+    """Charge one training for each seed of a backbone with its adapter; the disk space is unknown.
+
+    Where the speed is estimated, the heads are not counted, and the hours are a lower bound.
+    """
+    data = planner.find_data(cell, params.data)
+    padded = tuple(-(-side // STRIDE) * STRIDE for side in image_size)
+    counted = planner.count(cell, adapted_cost, params.model, padded, params.options)
+    speed = planner.find_dense_speed(params, counted.macs)
+    images = len(params.seeds) * _count_images(params, data)
+    bound = "at least, without the heads: " if speed.source == "estimated" else ""
+    return PlanRow(
+        command=planner.command(cell),
+        gpu_hours=images / speed.img_per_s / 3600,
+        disk_gb=None,
+        basis=f"{bound}{images:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
+        note=speed.note,
+        gives=_give_accuracy(planner, data, params),
+    )
+
+
+def _count_images(params: Any, data: TrainingData) -> int:
+    """The images that one training sees."""
+    return params.epochs * (params.steps_per_epoch * params.batch_size if params.steps_per_epoch else data.images)
+
+
+def _give_accuracy(planner: Planner, data: TrainingData, params: Any) -> frozenset[Measurement]:
+    return frozenset({("accuracy", data.kind, planner.model_key(params.model, params.options))})

@@ -1,0 +1,197 @@
+"""The plan of a params file: what its stages cost, and which numbers of the paper they would give."""
+
+import dataclasses
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.config import build, load_yaml
+from ..core.errors import UserError, did_you_mean
+from ..core.paths import Paths
+from ..data.cells import manifest_path
+from ..data.manifest import Manifest, read_manifest
+from ..papers import load_papers, load_primary
+from ..report.demands import Measurement, demands
+from ..report.results import Results
+from .rates import Rates, TrainingSpeed, find_measured
+
+CLASSIFIERS = ("pretrain", "baselines", "ablate")  # the stages that train classifiers, all of them alike
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """What a stage or one of its cells costs.
+
+    Args:
+        command: what would run it.
+        gpu_hours: hours of one GPU; None where unknown.
+        disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
+        basis: how the hours come about.
+        note: where a number in `basis` is known from.
+        gives: the measurements that it yields, see `repro.report.demands`.
+    """
+
+    command: str
+    gpu_hours: float | None
+    disk_gb: float | None
+    basis: str
+    note: str = ""
+    gives: frozenset[Measurement] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What a training reads: the kind of the data set, its classes and its training images."""
+
+    kind: str
+    classes: int
+    images: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Answers the questions of a stage's cost function.
+
+    Args:
+        stage: the stage whose cost is asked for.
+        paths: the checkout.
+        rates: what one GPU is assumed to achieve.
+        results: the records of the checkout.
+        data: cell of prepare_data -> its params.
+        trained: collects the names of the models whose speed was asked for.
+    """
+
+    stage: str
+    paths: Paths
+    rates: Rates
+    results: Results
+    data: Mapping[str, Any]
+    trained: set[str] = dataclasses.field(default_factory=set)
+
+    def command(self, cell: str | None = None) -> str:
+        """The command that runs the stage, or one of its cells."""
+        return f"dvc repro {self.stage}@{cell}" if cell else f"dvc repro {self.stage}"
+
+    def unknown_row(self) -> PlanRow:
+        """The row of a stage of unknown cost, which the plan lists and leaves out of its totals."""
+        return PlanRow(command=self.command(), gpu_hours=None, disk_gb=None, basis="no cost model for this stage")
+
+    def model_key(self, model: str, options: Mapping[str, Any]) -> str:
+        """The name of a model in the ledger: `model[option=value,...]`, where default options are left out."""
+        return self.results.model_key({"model": model, "options": options}, model)
+
+    def find_manifest(self, cell: str) -> Manifest | None:
+        """The manifest of a cell of prepare_data; None before it is written."""
+        file = manifest_path(self.paths, cell)
+        return read_manifest(file) if file.is_file() else None
+
+    def find_data(self, cell: str, name: str) -> TrainingData:
+        """The data set that a cell of this stage trains on: counts from its manifest or, before that is written, the expected ones.
+
+        Raises:
+            UserError: prepare_data has no cell of that name.
+        """
+        if name not in self.data:
+            raise UserError(f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{did_you_mean(name, self.data)}")
+        manifest, expected = self.find_manifest(name), self.data[name].expected
+        if manifest is None:
+            return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)
+        return TrainingData(kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images)
+
+    def find_classifier_speed(self, params: Any, macs: int) -> TrainingSpeed:
+        """The speed at which a classifier trains: as given, else as measured, else estimated from the `macs` of one image."""
+        key = self.model_key(params.model, params.options)
+        self.trained.update((params.model, key))
+        given = self.rates.find_given(params.model, key)
+        return given or find_measured(self.results, key, CLASSIFIERS) or self.rates.estimate(macs)
+
+    def find_dense_speed(self, params: Any, macs: int) -> TrainingSpeed:
+        """The speed at which this stage trains a detector or segmenter: as measured, else estimated; given speeds are of classifiers."""
+        key = self.model_key(params.model, params.options)
+        return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
+
+    def count(self, cell: str, counter: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that counts a model's cost; what it refuses is a UserError that names the cell."""
+        try:
+            return counter(*arguments)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise UserError(f"{self.stage}.{cell}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class CostPlan:
+    """The costs of all stages, and what the paper asks for.
+
+    Args:
+        rows: in the order of the params file.
+        needs: table or figure -> for each number there, the measurements from which ours is computed, see `repro.report.demands`.
+    """
+
+    rows: list[PlanRow]
+    needs: Mapping[str, list[set[Measurement]]]
+
+    def total(self, name: str) -> float:
+        """The sum of `gpu_hours` or `disk_gb` over the rows where it is known."""
+        return sum(getattr(row, name) or 0.0 for row in self.rows)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The commands of rows whose hours or disk are unknown."""
+        return [row.command for row in self.rows if None in (row.gpu_hours, row.disk_gb)]
+
+    def find_places(self, row: PlanRow) -> dict[str, int]:
+        """Table or figure -> how many of its numbers need a measurement of this row; those without any are left out."""
+        counts = {place: sum(bool(need & row.gives) for need in needs) for place, needs in self.needs.items()}
+        return {place: count for place, count in counts.items() if count}
+
+    def count_covered(self) -> dict[str, tuple[int, int]]:
+        """Table or figure -> (numbers whose measurements are all among those of the rows, all numbers)."""
+        gives = frozenset().union(*(row.gives for row in self.rows))
+        return {place: (sum(bool(need) and need <= gives for need in needs), len(needs)) for place, needs in self.needs.items()}
+
+
+def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
+    """Charge every stage of a params file.
+
+    Args:
+        stages: the table of stages, name -> row.
+        params_file: params.yaml, or a profile.
+        paths: the checkout, whose records and manifests are used where they exist.
+        rates: what one GPU is assumed to achieve.
+
+    Raises:
+        UserError: wrong parameters, or a given rate of a model that no cell trains.
+    """
+    results, needs = _read_paper(paths, stages)
+    sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name != "runtime"}
+    params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
+    trained: set[str] = set()
+    rows: list[PlanRow] = []
+    for name in sections:
+        planner = Planner(stage=name, paths=paths, rates=rates, results=results, data=params.get("prepare_data", {}), trained=trained)
+        if name not in stages:
+            rows.append(planner.unknown_row())
+        elif stages[name].cost is not None:
+            rows += pkgutil.resolve_name(stages[name].cost)(planner, params[name])
+    if unknown := sorted(rates.given.keys() - trained):
+        raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}")
+    return CostPlan(rows, needs)
+
+
+def _read_paper(paths: Paths, stages: Mapping[str, Any]) -> tuple[Results, dict[str, list[set[Measurement]]]]:
+    """The records of a checkout, and the measurements that each table and figure of the primary paper needs."""
+    papers = load_papers().values()
+    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
+    return Results(paths, papers, scores), demands(load_primary().ledger)
+
+
+def _build_params(stage: Any, name: str, content: Any) -> Any:
+    """The params of a stage, or {cell: params}; None for a stage that is free, whose section is not read."""
+    if stage.cost is None:
+        return None
+    if not stage.cells:
+        return build(stage.params, content, name)
+    if not isinstance(content or {}, Mapping):
+        raise UserError(f"{name}: expected a mapping of cells")
+    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in (content or {}).items()}

@@ -1,0 +1,246 @@
+"""What a page opens with, and what README shows of it: our verdicts in numbers, what was measured and on what, two or three pictures."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.figures import against_resolution
+from ..core.record import read_json
+from .claims import Report, Verdict
+from .document import Block, Line, Link, Paragraph, Picture, Piece, Table, Text, code, paragraph, strong, table
+from .gallery import describe_origin, find_pictures, picture_blocks
+from .markdown import render_blocks
+from .measured import format_scores
+from .paper import Contest, Question
+from .records import Source
+from .results import Results, SpeedGroup
+from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, describe_counts
+from .variants import find_shown
+from .wording import format_ours, significant
+
+PIPELINE = "make reproduce"
+Fact = tuple[str, Piece, Piece | Line]  # what, ours, and its device, profile and scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """The rows of one record in which the model and the baseline of a contest meet.
+
+    Args:
+        group, source: their device and conditions, and the record.
+        rows: (registered name, attention, image size) -> row.
+    """
+
+    group: SpeedGroup
+    source: Source
+    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]
+
+    @property
+    def scope(self) -> str:
+        """Device and conditions, in words."""
+        return f"{self.group}, {self.group.mode}"
+
+
+def lead_blocks(report: Report) -> tuple[Block, ...]:
+    """The opening of a paper's page: its claim, our answer in numbers, pictures, and what is not measured."""
+    paper, about = report.paper, report.paper.ledger.paper
+    pictures = [name for pattern in paper.pictures for name in find_pictures(report.results, pattern)[:1]]
+    shown = [block for name in pictures for block in _lead_picture(name, report)]
+    claim = paragraph(Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip())
+    return (claim, *answer_blocks(report), *shown, _open_entries(report))
+
+
+def readme_blocks(report: Report) -> dict[str, str]:
+    """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
+    counts, facts = answer_blocks(report, measured_only=True)  # README says in words what is not measured
+    if seconds := find_pipeline_seconds(report.results):
+        row = (code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(report.results.own_sources, report.named))
+        facts = dataclasses.replace(facts, rows=(*table(facts.header, [row]).rows, *facts.rows))
+    blocks = {"results": render_blocks((counts, facts))}
+    contest = report.paper.contest
+    if contest and (speeds := find_speeds(contest, report.results)):
+        shown = paragraph(Picture(f"figures/{contest.picture}", contest.title))
+        blocks["picture"] = render_blocks((shown, _caption(contest, speeds)), "results/")
+    return blocks
+
+
+def find_pipeline_seconds(results: Results) -> float | None:
+    """The seconds of all stages together, from the files beside their records that Git does not keep; None where one is missing."""
+    files = [results.paths.root / source.run_file for source in results.own_sources]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    return sum(read_json(file)["seconds"] for file in files)
+
+
+def draw_contest(report: Report, folder: Path) -> None:
+    """Draw the picture of a paper's contest into `folder`, if its rows were measured."""
+    contest = report.paper.contest
+    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
+        return
+    series = {family: [row for key, row in speeds.rows.items() if key[:2] == model] for family, model in contest.series.items()}
+    title = f"{contest.title} ({speeds.scope})"
+    path = folder / contest.picture.removesuffix(".png")
+    against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
+
+
+def answer_blocks(report: Report, *, measured_only: bool = False) -> tuple[Paragraph, Table]:
+    """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope.
+
+    With `measured_only`, facts without a number of ours are left out.
+    """
+    paper = report.paper
+    counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
+    facts = [fact for question in paper.questions if (fact := _answer(question, report, measured_only))]
+    if paper.primary:
+        facts += _embedded_scores(report, 1 if measured_only else None)
+    if paper.contest:
+        facts += _contest_facts(paper.contest, report.results)
+    gpu = _gpu_fact(report.results)
+    facts += [gpu] if isinstance(gpu[1], str) or not measured_only else []
+    return paragraph(counts), table(["", "ours", "device, profile, scope"], facts)
+
+
+def find_speeds(contest: Contest, results: Results) -> Speeds | None:
+    """The record with most of the contest's rows; among equals a GPU's, then the one with most image sizes.
+
+    None where no record has both models.
+    """
+    models = {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ("fused", "unfused"))}
+    candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
+    for group, rows in results.speed_rows.items():
+        for row, source in rows:
+            key = (results.model_key(row, source.path), row["attention"])
+            height, width = row["image_size"]
+            if group.mode == "infer" and key in models and height == width:
+                found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
+                found.rows[(*key, height)] = row
+
+    def rank(speeds: Speeds) -> tuple:
+        wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)
+        return wanted, speeds.group.device.startswith("cuda"), len(speeds.rows), speeds.source.path
+
+    both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == {contest.ours[0], contest.theirs[0]}]
+    return max(both, key=rank, default=None)
+
+
+def _answer(question: Question, report: Report, measured_only: bool) -> Fact | None:
+    own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
+    if measured_only and all(verdict.ours is None for verdict in own):
+        return None
+    paths = {path for verdict in own for path in verdict.sources}
+    sources = [source for source in report.results.sources if source.path in paths]
+    origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
+    numbers = _numbers(question, [report.verdicts[name] for name in question.shown])
+    return question.label, numbers + _count_matches(own), origin
+
+
+def _numbers(question: Question, shown: list[Verdict]) -> str:
+    if not shown or any(verdict.ours is None for verdict in shown):
+        return ""
+    ours, theirs = (" / ".join(numbers) for numbers in zip(*((format_ours(v), v.entry.printed or "") for v in shown), strict=False))
+    return f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); "
+
+
+def _count_matches(own: list[Verdict]) -> str:
+    if not any(verdict.ours is not None for verdict in own):
+        return f"none of {len(own)} is measured"
+    truncated = sum(verdict.status == MATCHED.word and verdict.how == "truncation" for verdict in own)
+    matched = sum(verdict.status == MATCHED.word for verdict in own)
+    return f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+
+
+def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
+    """The pipeline's own runs on embedded data, one row for each data set and task; no number of the paper is beside them."""
+    results, shown_elsewhere = report.results, find_shown(report)
+    groups: dict[tuple[str, str], list[Source]] = {}
+    for source in results.score_sources:
+        labels = results.scores.get(source.stage or "", {})
+        if labels and not results.is_full(source) and source.path not in shown_elsewhere:
+            groups.setdefault((source.metrics["data"], next(iter(labels))), []).append(source)
+    facts = []
+    for (data, key), sources in groups.items():
+        first = sources[0].metrics
+        labels = dict(list(results.scores[sources[0].stage or ""].items())[:most_scores])
+        if len(sources) == 1:
+            ours = f"{_short(first['model'])}: {format_scores(first, labels, 1)}"
+        else:
+            ranked = sorted(sources, key=lambda source: -source.metrics[key])
+            ours = ", ".join(f"{_short(s.metrics['model'])} {format_scores(s.metrics, {key: ''}, 1)}" for s in ranked)
+        if reference := first.get("without_learning"):
+            ours += f"; without learning: {format_scores(reference, labels, 1)}"
+        lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
+        seeds = " or ".join(dict.fromkeys(_count_seeds(source) for source in sources))
+        scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}"
+        facts.append((f"{labels[key]} on embedded {data}", ours, scope))
+    return facts
+
+
+def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
+    speeds = find_speeds(contest, results)
+    if speeds is None:
+        return [(contest.title, "not measured", ("no record has rows of both: ", code("repro efficiency")))]
+    how = "a stage of the pipeline" if speeds.source.stage else "run by hand"
+    facts = []
+    for size in contest.sizes:
+        ours = speeds.rows.get((contest.ours[0], None, size))
+        against = {attention: speeds.rows.get((contest.theirs[0], attention, size)) for attention in ("fused", "unfused")}
+        shown = [f"{contest.ours[1]}: {_format_row(ours)}"]
+        for attention, row in against.items():
+            ratio = ""
+            if ours and row and ours["latency_ms"] and row["latency_ms"]:
+                ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
+            shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
+        facts.append((f"{contest.title} at {size}²", "; ".join(shown), "the same" if facts else f"{speeds.scope}; {how}"))
+    return facts
+
+
+def _gpu_fact(results: Results) -> Fact:
+    devices = list(dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda")))
+    if not devices:
+        return "anything on a GPU", strong("not measured"), "no record is of a GPU"
+    return "anything on a GPU", ", ".join(devices), "devices of the records"
+
+
+def _open_entries(report: Report) -> Paragraph:
+    counts = {kind: count_statuses(v for v in report.all if v.entry.kind == kind)[NOT_MEASURED.word] for kind in KINDS}
+    named = "; ".join(f"{KINDS[kind]}: {count}" for kind, count in counts.items() if count)
+    text = f": {sum(counts.values())} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
+    return paragraph(strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), ".")
+
+
+def _lead_picture(name: str, report: Report) -> tuple[Paragraph, Paragraph]:
+    contest, results = report.paper.contest, report.results
+    if contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, results)):
+        return paragraph(Picture(name, contest.title)), _caption(contest, speeds)
+    figure = next((each for each in report.paper.figures if each.files and name in find_pictures(results, each.files)), None)
+    shown, origin = picture_blocks(name, f"{figure.place}, ours" if figure else Path(name).stem, report)
+    about = f"Ours of {figure.place}, where the paper shows {figure.shows}. " if figure else ""
+    return shown, Paragraph((about, *origin.line))
+
+
+def _caption(contest: Contest, speeds: Speeds) -> Paragraph:
+    how = "" if speeds.source.stage else ", run by hand"
+    return paragraph(
+        f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} (",
+        code(speeds.source.path),
+        f"{how}).",
+    )
+
+
+def _format_row(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "not measured"
+    if row["status"] != "ok":
+        return row["status"]
+    memory = f", {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
+    return f"{significant(row['latency_ms'])} ms{memory}"
+
+
+def _short(model: str) -> str:
+    return model.partition("_patch")[0]
+
+
+def _count_seeds(source: Source) -> str:
+    seeds = len(source.metrics.get("by_seed", ()))
+    return "one seed" if seeds == 1 else f"{seeds} seeds"

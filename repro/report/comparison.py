@@ -1,0 +1,204 @@
+"""The sections that set a paper beside ours: how to read the page, counts, tables, claims, contradictions, and what is missing."""
+
+from collections.abc import Iterable, Sequence
+
+from .claims import Report, Verdict, is_of_cost
+from .document import Block, Comparison, Line, Link, Paragraph, Piece, Section, code, join, mark, number, paragraph, plain, strong, table
+from .ledger import Claim, Entry, Table
+from .statuses import INCONSISTENT, KINDS, NOT_MEASURED, STATUSES, count_statuses, format_counts
+from .wording import format_ours, ours_piece, status_line
+
+CONTRADICTIONS = "Where the paper contradicts itself"
+
+
+def how_to_read(report: Report) -> Section:
+    """What the marks mean and what is compared."""
+    paper, conditions = report.paper, report.paper.ledger.paper
+    legend = table(["mark", "status", "means"], [[mark(status), status.word, status.means] for status in STATUSES.values()])
+    speed = f", speed and memory only when taken on one {conditions.speed_device} at batch {conditions.speed_batch}"
+    blocks = (
+        paragraph(
+            code("repro report"),
+            " writes this page from the records under ",
+            code("results/"),
+            f" and from the paper's ledger; code sets every status. params.yaml holds {report.named}. All entries, with reasons, commands and "
+            "records, are in ",
+            *((code("claims.csv"), " and ", code("claims.json")) if paper.primary else (code(f"{paper.id}.claims.json"),)),
+            ".",
+        ),
+        legend,
+        paragraph(
+            "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
+            f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."
+        ),
+    )
+    return Section("How to read this page", blocks)
+
+
+def summary(report: Report) -> Section:
+    """How many entries of each kind have each status, and how many of the paper's relations hold."""
+    rows: list[list[Piece]] = []
+    for kind, label in KINDS.items():
+        of_kind = [verdict for verdict in report.all if verdict.entry.kind == kind]
+        counts = count_statuses(of_kind)
+        rows.append([label, *(number(counts[word]) for word in STATUSES), number(len(of_kind))])
+    counts = count_statuses(report.all)
+    rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(len(report.all))])
+    checks, violations = (sum(getattr(verdict, name) for verdict in report.all) for name in ("checks", "violations"))
+    text = (
+        f"{checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text, the "
+        f"same model in two tables, formulas, counts of named models): {checks - violations} hold, {violations} do not."
+    )
+    return Section("Summary", (table(["entries of the ledger", *STATUSES, "all"], rows), paragraph(text)))
+
+
+def headlines(report: Report) -> Section:
+    """The claims that the paper leads with."""
+    paper = report.paper
+    chosen = [claim for claim in paper.ledger.claims if any(entry.id.startswith(paper.headlines) for entry in claim.entries)]
+    return Section("Headline claims", (_claim_table(chosen, report, with_reasons=True),))
+
+
+def table_section(about: Table, report: Report) -> Section:
+    """A table of the paper, each number beside ours."""
+    header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
+    own = {row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in about.records}
+    rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
+    counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
+    note = f" {about.note}" if about.note else ""
+    return Section(f"{about.place}: {about.title}", (paragraph(f"Each cell: paper → ours. {counts}.{note}"), table(header, rows)))
+
+
+def cost_claims(report: Report) -> Section:
+    """Every claim of the text on cost: what was counted, and what was measured on the paper's device and on each of ours."""
+    rows: list[list[Piece | Line]] = []
+    for claim in report.paper.ledger.claims:
+        for verdict in (verdict for verdict in report.of_claim(claim) if is_of_cost(verdict.entry)):
+            printed = _key(claim, verdict) + (verdict.entry.printed or "")
+            about = [claim.place, claim.says, number(printed) if printed == verdict.entry.printed else printed]
+            if verdict.ours is not None:
+                rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
+            for each in verdict.elsewhere:
+                rows.append([*about, str(each.group), *(_quantity(each.format(value)) for value in (each.value, each.fused))])
+            if verdict.ours is None and not verdict.elsewhere:
+                rows.append([*about, "–", verdict.reason or "–", "–"])
+    name = report.paper.baseline
+    header = ["where", "the paper says", "number", "measured on, or counted in", f"as in the paper: unfused {name}", f"fused {name}"]
+    text = (
+        f"The paper's {name} has unfused attention; today's users run the fused one, so both are shown. A speed on another device than "
+        "the paper's says what holds on that device."
+    )
+    return Section("The paper's efficiency claims, here", (paragraph(text), table(header, rows)))
+
+
+def all_claims(report: Report) -> Section:
+    """Every claim of the text."""
+    return Section("The text's claims", (_claim_table(report.paper.ledger.claims, report),))
+
+
+def contradictions(report: Report) -> Section:
+    """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
+    groups: dict[tuple, list[Entry]] = {}
+    for verdict in report.all:
+        if verdict.status == INCONSISTENT.word:
+            entry = verdict.entry
+            groups.setdefault((entry.printed or entry.id, entry.unit, verdict.evidence), []).append(entry)
+    rows = [
+        ["; ".join(dict.fromkeys(entry.place for entry in entries)), _prints(entries[-1]), evidence]
+        for (_, _, evidence), entries in groups.items()
+    ]
+    text = (
+        "Numbers are recomputed by code from the paper's own, or counted on the published model that a row names; formulas were compared "
+        "by reading."
+    )
+    return Section(CONTRADICTIONS, (paragraph(text), table(["where", "it prints", "but"], rows)))
+
+
+def not_measured(report: Report) -> Section:
+    """The reasons for which there is no number of ours, the most frequent first."""
+    groups: dict[str, list[str]] = {}
+    for verdict in report.all:
+        if verdict.status == NOT_MEASURED.word:
+            groups.setdefault(verdict.reason, []).append(verdict.command)
+    ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    rows = [[number(len(commands)), reason, _first_command(commands)] for reason, commands in ranked]
+    return Section("Not measured, and why", (table(["entries", "reason", "what would measure it"], rows),))
+
+
+def where_checked(report: Report) -> Section:
+    """For each column of a table and each claim of the text, the command that checks it and the record that it ends in."""
+    rows = []
+    for about in report.paper.ledger.tables:
+        for key, column in about.columns.items():
+            own = [report.verdicts[f"{about.id}.{row}.{key}"] for row in about.records]
+            says = f"{about.title}: {column.label} ({column.unit}), {len(own)} rows"
+            rows.append([f"{about.place}, {column.label}", says, *_checked(own, report)])
+    for claim in report.paper.ledger.claims:
+        rows.append([claim.place, claim.says, *_checked(report.of_claim(claim), report)])
+    text = (code("repro report"), " judges every entry; the command is what makes, or would make, the number that it judges by.")
+    header = ["where", "the paper says", "entries", "command", "record"]
+    return Section("Where each claim is checked", (Paragraph(text), table(header, rows)))
+
+
+def _compare(verdict: Verdict) -> Piece | Line:
+    printed = verdict.entry.printed or ""
+    if verdict.ours is not None:
+        return Comparison(printed, format_ours(verdict), status_line(verdict))
+    alone = mark(STATUSES[verdict.status])
+    return (f"{printed} ", alone) if verdict.status == INCONSISTENT.word else Comparison(printed, alone)
+
+
+def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
+    rows: list[list[Piece | Line]] = []
+    for claim in claims:
+        own = report.of_claim(claim)
+        elsewhere = [f"{_key(claim, verdict)}{', '.join(map(str, verdict.elsewhere))}" for verdict in own if verdict.elsewhere]
+        notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
+        if with_reasons:
+            notes += [(verdict.reason,) for verdict in own if verdict.status == NOT_MEASURED.word and verdict.reason]
+            if any(verdict.status == INCONSISTENT.word for verdict in own):
+                notes.append((Link("⚠ why", CONTRADICTIONS),))
+        ours, statuses = (_merge(lines) for lines in ([(ours_piece(v),) for v in own], [status_line(v) for v in own]))
+        rows.append([claim.place, claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")])
+    return table(["where", "the paper says", "ours", "status", "note"], rows)
+
+
+def _merge(lines: Sequence[Line]) -> Line:
+    """One line where all are the same, else all of them in order."""
+    return lines[0] if len({plain(line) for line in lines}) == 1 else join(lines, " / ")
+
+
+def _key(claim: Claim, verdict: Verdict) -> str:
+    """What tells the number of a claim from its other numbers, e.g. `T `."""
+    return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
+
+
+def _quantity(text: str) -> Piece:
+    return number(text) if text.endswith(("×", "%")) else text
+
+
+def _prints(entry: Entry) -> Line:
+    if entry.printed is None:
+        return (entry.says,)
+    printed = f"{entry.printed} {entry.unit}".strip()
+    return (number(printed),) if entry.id.startswith("table") else (strong(printed), f": {entry.says}")
+
+
+def _checked(own: Sequence[Verdict], report: Report) -> list[Line]:
+    commands = [command for verdict in own for command in _commands(verdict, report)]
+    records = dict.fromkeys(source for verdict in own for source in verdict.sources)
+    return [(format_counts(own),), _first_command(commands), join([(code(record),) for record in records], ", ") or ("–",)]
+
+
+def _commands(verdict: Verdict, report: Report) -> list[str]:
+    if verdict.ours is None:
+        return [verdict.command]
+    return [report.results.command_for(source) for source in verdict.sources] or ["repro report"]
+
+
+def _first_command(commands: Iterable[str]) -> Line:
+    """The first of the commands, and how many more there are."""
+    first, *more = dict.fromkeys(commands)
+    # `none` and what follows it is a word to the reader and no command
+    shown: Piece = first if first.startswith("none") else code(first)
+    return (shown, f" (and {len(more)} more, in claims.csv)") if more else (shown,)

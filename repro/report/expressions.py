@@ -1,0 +1,139 @@
+"""Expressions of a ledger, parsed once: `table1.a.fps / fps("model", 224) > 2 and ...`."""
+
+import ast
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+from .arithmetic import FUNCTIONS, Number, divide
+
+_OPERATORS: dict[type, Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: divide,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+Evaluation = Callable[[Callable[[str], Number], Mapping[str, Callable]], Any]  # (value of an id, functions) -> value
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call in an expression; an argument that is no constant is None here."""
+
+    name: str
+    args: tuple[int | float | str | None, ...]
+
+
+class Expression:
+    """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
+
+    An id is written as it is, `table1.vittt_t.top1_percent`, or as `entry("text.5_3.speedup_1280_t")` where a part begins with a digit.
+
+    Args:
+        tree: its syntax tree; `parse` makes one from text.
+
+    Raises:
+        ValueError: the tree has a part of another kind; a mistake in the ledger.
+    """
+
+    def __init__(self, tree: ast.expr):
+        self._tree, self._evaluation = tree, _compile(tree)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """An expression from its text, which may be broken into lines; a `ValueError` names what is not understood."""
+        try:
+            return cls(ast.parse(" ".join(text.split()), mode="eval").body)
+        except SyntaxError:
+            raise ValueError(f"not an expression of the ledger: {text}") from None
+
+    @functools.cached_property
+    def references(self) -> tuple[str, ...]:
+        """The ids that it names, each once."""
+        return tuple(dict.fromkeys(name for node in _walk(self._tree) if (name := _id_of(node))))
+
+    @functools.cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The functions that it calls, with their arguments."""
+        nodes = (node for node in _walk(self._tree) if isinstance(node, ast.Call) and not _id_of(node))
+        return tuple(Call(node.func.id, tuple(arg.value if isinstance(arg, ast.Constant) else None for arg in node.args)) for node in nodes)
+
+    @functools.cached_property
+    def conjuncts(self) -> tuple["Expression", ...]:
+        """The parts that `and` joins; the expression itself where there is none."""
+        return tuple(map(Expression, self._tree.values)) if isinstance(self._tree, ast.BoolOp) else (self,)
+
+    @property
+    def left(self) -> "Expression":
+        """The left side of its (first) comparison, or the expression itself: the number that evidence shows."""
+        first = self.conjuncts[0]
+        return Expression(first._tree.left) if isinstance(first._tree, ast.Compare) else first
+
+    def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
+        """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
+
+        Args:
+            value: looks up an id.
+            functions: what may be called beside `arithmetic.FUNCTIONS`.
+
+        Raises:
+            ValueError: it calls an unknown function.
+        """
+        return self._evaluation(value, {**FUNCTIONS, **functions})
+
+
+def _id_of(node: ast.AST) -> str | None:
+    """`a.b.c` for a chain of attributes and for `entry("a.b.c")`, None for any other node."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "entry":
+        return node.args[0].value
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if names and isinstance(node, ast.Name) else None
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and those below it, but not the parts of an id."""
+    yield node
+    if _id_of(node) is None:
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child)
+
+
+def _compile(node: ast.expr) -> Evaluation:
+    """A function that evaluates the node; what the ledger does not need is refused here."""
+    if name := _id_of(node):
+        return lambda value, functions: value(name)
+    match node:
+        case ast.Constant(value=int() | float() | str() as constant):
+            return lambda value, functions: constant
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            inner = _compile(operand)
+            return lambda *given: -inner(*given)
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+            a, b = _compile(left), _compile(right)
+            return lambda *given: _OPERATORS[type(op)](a(*given), b(*given))
+        case ast.BoolOp(op=ast.And(), values=parts):
+            compiled = [_compile(part) for part in parts]
+            return lambda *given: all([part(*given) for part in compiled])  # noqa: C419 (a false part must not hide one without data)
+        case ast.Call(func=ast.Name(id=called), args=args, keywords=[]):
+            return _compile_call(called, [_compile(arg) for arg in args])
+    raise ValueError(f"not understood in an expression of the ledger: {ast.unparse(node)}")
+
+
+def _compile_call(name: str, args: list[Evaluation]) -> Evaluation:
+    def call(value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
+        if name not in functions:
+            raise ValueError(f"not understood in an expression of the ledger: no function {name}")
+        return functions[name](*(arg(value, functions) for arg in args))
+
+    return call

@@ -1,0 +1,53 @@
+"""A `document.Document` as Markdown: results/tables.md, the pages of other papers, and the blocks of README.md."""
+
+from collections.abc import Iterable
+from urllib.parse import quote
+
+from .document import Block, Bullets, Comparison, Document, Heading, Line, Link, Picture, Piece, Table, Text, make_anchor
+
+_AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
+
+
+def render_markdown(document: Document, to_results: str = "") -> str:
+    """The whole page; `to_results` leads from its folder to results/, e.g. `../`."""
+    parts = [f"# {document.title}", render_blocks(document.lead, to_results)]
+    for section in document.sections:
+        parts += [f"## {section.title}", render_blocks(section.blocks, to_results)]
+    return "\n\n".join(parts) + "\n"
+
+
+def render_blocks(blocks: Iterable[Block], to_results: str = "") -> str:
+    """Blocks with empty lines between them."""
+    return "\n\n".join(_render_block(block, to_results) for block in blocks)
+
+
+def _render_block(block: Block, to_results: str) -> str:
+    match block:
+        case Heading(title=title):
+            return f"### {title}"
+        case Bullets(lines=lines):
+            return "\n".join(f"- {_render(line, to_results)}" for line in lines)
+        case Table():
+            rows = [[_render(line, to_results).replace("|", "\\|").replace("\n", " ") for line in row] for row in block.rows]
+            rule = ["---:" if right else "---" for right in block.right_aligned]
+            return "\n".join([f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
+    return _render(block.line, to_results)
+
+
+def _render(line: Line, to_results: str) -> str:
+    return "".join(_render_piece(piece, to_results) for piece in line)
+
+
+def _render_piece(piece: Piece, to_results: str) -> str:
+    match piece:
+        case str():
+            return piece.replace("<", "&lt;")
+        case Text(text=text, style=style):
+            return f"{_AROUND[style]}{text}{_AROUND[style]}"
+        case Link(text=text, section=section):
+            return f"[{text}](#{make_anchor(section)})"
+        case Picture(file=file, text=text):
+            return f"![{text}]({to_results}{quote(file)})"
+        case Comparison(paper=paper, ours=ours, result=result):
+            return f"{paper} → {_render((ours,), to_results)}" + (f" {_render(result, to_results)}" if result else "")
+    return piece.text

@@ -1,0 +1,185 @@
+"""The sections of what we measured that is compared with no paper: speed and memory, runs on other data, and where records come from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .document import Block, Bullets, Heading, Line, Piece, Section, code, number, paragraph, table
+from .records import Source, find_missing_records
+from .results import Results, SpeedGroup
+from .wording import significant
+
+Rows = Sequence[tuple[Mapping[str, Any], Source]]
+
+
+def missing_records(results: Results) -> list[Section]:
+    """What the pipeline would write at these parameters and is not there; no section where all of it is."""
+    missing = find_missing_records(results.paths)
+    if not missing:
+        return []
+    rows = [[code(record), code(command)] for record, command in missing]
+    text = "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted ("
+    return [Section("Missing cells", (paragraph(text, code("repro status"), ")."), table(["record", "what makes it"], rows)))]
+
+
+def speed_and_memory(results: Results) -> Section:
+    """The rows of every device, and what sweeps conclude from theirs."""
+    title = "Speed and memory measured here"
+    if not results.speed_rows:
+        return Section(title, (paragraph("Nothing is measured yet: ", code("repro efficiency"), "."),))
+    text = (
+        "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
+        "twice: ",
+        code("unfused"),
+        " attention is what the paper's quadratic memory implies, ",
+        code("fused"),
+        " is what a user runs today. These rows stand for their own device only.",
+    )
+    blocks: list[Block] = [paragraph(*text)]
+    header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
+    for group, rows in results.speed_rows.items():
+        blocks.append(Heading(f"{group}, {group.mode}"))
+        swept = [(row, source) for row, source in rows if "compared" in source.metrics]
+        listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]
+        if listed:
+            blocks += [table(header, listed), *_ratios(rows)]
+        if swept:
+            blocks += _sweep(group, swept)
+    return Section(title, tuple(blocks))
+
+
+def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
+    """The runs that no paper's number is set beside, but for the paths that are `shown_elsewhere`."""
+    title = "Runs on other data: no comparison with the paper"
+    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
+    runs = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
+    if not runs:
+        return Section(title, (paragraph("There are none yet: ", code("repro pretrain"), "."),))
+    rows: list[list[Piece]] = []
+    unlearned: set[tuple[str, str]] = set()
+    for source in runs:
+        m = source.metrics
+        run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
+        images = number(f"{m['val_images']:.0f}") if m.get("val_images") is not None else "–"
+        about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
+        rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.device])
+        reference = m.get("without_learning")
+        # what needs no learning is the same for all runs on the same data
+        if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
+            unlearned.add(found)
+            rows.append([run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"])
+    text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
+    header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
+    return Section(title, (paragraph(text), table(header, rows)))
+
+
+def provenance(results: Results) -> Section:
+    """Every record with what explains its numbers."""
+    rows = []
+    for source in results.sources:
+        identity = source.identity
+        if "code_hash" not in identity:  # of the machine itself
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
+        known = [str(identity.get(name) or "–") for name in ("dtype", "backend", "parent_commit", "code_hash", "params_hash")]
+        known[2] = known[2][:12]
+        rows.append([code(source.path), source.device, *known, versions])
+    if not rows:
+        return Section("Provenance", (paragraph("No record was found under ", code("results/"), ": ", code("dvc repro"), " makes them."),))
+    header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
+    text = "Each record names what explains its numbers; code and params are hashes."
+    return Section("Provenance", (paragraph(text), table(header, rows)))
+
+
+def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:
+    """E.g. `top1 97.49 %, top5 100.00 %`; with the 95 % interval where several seeds were trained.
+
+    Args:
+        metrics: of a record.
+        labels: key of a score -> its label.
+        places: decimals.
+    """
+    shown = []
+    for key, label in labels.items():
+        value, interval = metrics.get(key), metrics.get(f"{key.removesuffix('_percent')}_ci95_percent")
+        if isinstance(value, (int, float)):
+            spread = f" [{interval[0]:.1f}, {interval[1]:.1f}]" if interval else ""
+            shown.append(f"{label} {value:.{places}f} %{spread}".lstrip())
+    return ", ".join(shown)
+
+
+def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
+    """Time and memory of every model over the image size, and what the sweep says of them together."""
+    names = list(dict.fromkeys((row["model"], row["attention"]) for row, _ in rows))
+    sizes = sorted({row["image_size"][0] for row, _ in rows})
+    cells = {(row["model"], row["attention"], row["image_size"][0]): row for row, _ in rows}
+    blocks: list[Block] = []
+    for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
+        lines = [[_with_attention(*name), *(_cell(cells.get((*name, size)), key) for size in sizes)] for name in names]
+        blocks += [paragraph(f"{label}, by image size:"), table(["model", *(f"{size}²" for size in sizes)], lines)]
+    metrics = rows[0][1].metrics
+    compared = [_compared_row(each) for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
+    if compared:
+        text = "Ours against each other family at the largest size where both ran, and from which size on ours is faster:"
+        blocks += [paragraph(text), table(["size", "against", "pixels", "speed-up", "memory saved", "faster"], compared)]
+    grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group and len(each["image_sizes"]) > 1]
+    if grown:
+        powers = "macs_exponent", "latency_exponent", "memory_exponent"
+        lines = [
+            [_with_attention(each["model"], each["attention"]), *(number(significant(each[power])) for power in powers)] for each in grown
+        ]
+        text = "Growth with the number of tokens from 512 pixels on, as fitted exponents (1 is linear, 2 is quadratic):"
+        blocks += [paragraph(text), table(["model", "multiply-adds", "time", "memory"], lines)]
+    return blocks
+
+
+def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
+    if row is None:
+        return "–"
+    return number(significant(row[key])) if row["status"] == "ok" else row["status"]
+
+
+def _with_attention(model: str, attention: str | None) -> str:
+    return f"{model}, {attention}" if attention in ("fused", "unfused") else model
+
+
+def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
+    if found["speedup"] is None:
+        return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
+    place, saved = found["crossover_image_size"], found["memory_saved_percent"]
+    faster = found["crossover"] if place is None else f"{found['crossover']} {place:.0f}²"
+    memory = "–" if saved is None else number(f"{significant(saved)} %")
+    return [found["size"], found["against"], number(f"{found['image_size']}²"), number(f"{significant(found['speedup'])}×"), memory, faster]
+
+
+def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
+    height, width = row["image_size"]
+    low, high = row["latency_ms_ci95"] or (None, None)
+    speeds = [significant(row["latency_ms"]), "–" if low is None else f"{significant(low)} – {significant(high)}"]
+    return [
+        row["model"],
+        row["attention"] or "–",
+        f"{height}×{width}",
+        number(significant(row["throughput_img_per_s"])) if row["status"] == "ok" else row["status"],
+        *(number(text) for text in (*speeds, significant(row["peak_memory_mib"]), significant(row["macs_g"]))),
+    ]
+
+
+def _ratios(rows: Rows) -> list[Block]:
+    """The ratios that a record gives of its own rows, each size against the baseline of that size."""
+    lines: list[Line] = []
+    for source in {source.path: source for _, source in rows}.values():
+        for key, label, unit in (("speedup_at_1280", "speed-up", "×"), ("memory_saved_at_1280_percent", "memory saved", " %")):
+            for size, compared in sorted((source.metrics.get(key) or {}).items()):
+                shown = ", ".join(_ratio(compared, attention, unit) for attention in ("unfused", "fused"))
+                lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
+        share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
+        if share is not None:
+            lines.append(("The op ", code("ttt_linear_bidir"), f" alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
+    return [Bullets(tuple(lines))] if lines else []
+
+
+def _ratio(compared: Mapping[str, Any], attention: str, unit: str) -> str:
+    value = compared[f"vs_deit_{attention}"]
+    if value is None:
+        return f"against {attention} not measured ({compared.get(f'vs_deit_{attention}_reason', 'no such row')})"
+    return f"{significant(value)}{unit} against {attention}"

@@ -1,0 +1,144 @@
+"""All pages of the report: put together from their sections, and written."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ..core.csvfile import write_csv
+from ..core.errors import UserError
+from ..core.record import replace_block, write_json, write_text
+from . import comparison, measured
+from .answer import PIPELINE, draw_contest, lead_blocks, readme_blocks
+from .claims import Report, judge_paper
+from .document import Document
+from .export import export_json, export_rows
+from .gallery import examples_section, figures_section
+from .html import render_html
+from .markdown import render_markdown
+from .paper import Paper
+from .records import Source
+from .results import Results
+from .statuses import STATUSES, count_statuses
+from .variants import draw_variants, find_shown, variants_section
+
+# what a value of another type or form than today's leads to
+RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
+
+
+def write_report(
+    papers: Sequence[Paper], results: Results, speed_dtype: str, verbs: Sequence[str], profile: str | None, *, with_html: bool = True
+) -> str:
+    """Judge the ledgers of all papers and write their pages, claims, figures, report.html and the blocks of README.md.
+
+    Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
+    other, and report.html for all of them.
+
+    Args:
+        papers: the primary one first.
+        results: the records of the checkout.
+        speed_dtype, verbs, profile: see `judge_paper`.
+        with_html: also write report.html.
+
+    Returns:
+        How many entries of the primary paper have each status, as a line.
+
+    Raises:
+        UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then written but
+            figures. A missing record leaves its entries `not measured`.
+    """
+
+    def build(results: Results, figures: Path) -> tuple[list[tuple[Report, Document]], str | None]:
+        figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
+        pages = []
+        for paper in papers:
+            report = judge_paper(paper, results, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
+            draw_variants(report, figures)
+            draw_contest(report, figures)
+            pages.append((report, build_document(report)))
+        return pages, render_html(pages) if with_html else None
+
+    folder = results.paths.results
+    try:
+        pages, html = build(results, folder / "figures")
+    except RECORD_ERRORS as error:
+        broken = find_broken_record(results, build)
+        if broken is None:
+            raise
+        reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
+        raise UserError(f"{broken.path}: {reason}") from error
+    for report, document in pages:
+        _write_page(report, document)
+    if html is not None:
+        write_text(folder / "report.html", html)
+    verdicts = pages[0][0].all
+    counts = count_statuses(verdicts)
+    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {len(verdicts)}"
+
+
+def build_document(report: Report) -> Document:
+    """A paper's page; that of the primary paper also shows the records that no paper is compared with."""
+    paper, results = report.paper, report.results
+    sections = [comparison.how_to_read(report)]
+    if paper.primary:
+        sections += measured.missing_records(results)
+    sections.append(comparison.summary(report))
+    if paper.headlines:
+        sections.append(comparison.headlines(report))
+    sections += [comparison.table_section(table, report) for table in paper.ledger.tables]
+    if paper.figures:
+        sections.append(figures_section(report))
+    if paper.variants:
+        sections.append(variants_section(report))
+    if paper.ledger.paper.speed_device:
+        sections.append(comparison.cost_claims(report))
+    if paper.primary:
+        sections += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), examples_section(report)]
+    sections += [comparison.all_claims(report), comparison.contradictions(report)]
+    sections += [comparison.not_measured(report), comparison.where_checked(report)]
+    if paper.primary:
+        sections.append(measured.provenance(results))
+    title = "The paper's numbers and ours" if paper.primary else f"{paper.name}: the paper's numbers and ours"
+    return Document(title, lead_blocks(report), tuple(sections))
+
+
+def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
+    """The record without which `build(results, folder for figures)` succeeds; None where it fails without any one of them."""
+    for source in results.sources:
+        try:
+            with TemporaryDirectory() as figures:
+                build(results.without(source), Path(figures))
+        except RECORD_ERRORS:
+            continue
+        return source
+    return None
+
+
+def _write_page(report: Report, document: Document) -> None:
+    paper, folder = report.paper, report.results.paths.results
+    if not paper.primary:
+        write_text(folder / "papers" / f"{paper.id}.md", render_markdown(document, "../"))
+        write_json(folder / "papers" / f"{paper.id}.claims.json", export_json(report))
+        return
+    write_text(folder / "tables.md", render_markdown(document))
+    write_json(folder / "claims.json", export_json(report))
+    write_csv(folder / "claims.csv", export_rows(report))
+    readme = report.results.paths.root / "README.md"
+    for name, block in readme_blocks(report).items():
+        write_readme_block(readme, name, block)
+
+
+def write_readme_block(readme: Path, name: str, block: str) -> None:
+    """Write a block of README.md, where the file has its markers.
+
+    The row with the time of the pipeline stays where `block` has none, since the times are not in Git.
+    """
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    _, found, rest = text.partition(f"<!-- {name} -->\n")
+    if not found:
+        return
+    row = f"| `{PIPELINE}` |"
+    kept = next((line for line in rest.partition(f"<!-- /{name} -->")[0].splitlines() if line.startswith(row)), None)
+    if kept and row not in block:
+        head, rule, below = block.partition("---|\n")
+        block = f"{head}{rule}{kept}\n{below}"
+    replace_block(readme, name, block)

@@ -1,0 +1,125 @@
+"""The records under results/, read once; what is damaged is an error of one line."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..core.config import load_yaml
+from ..core.errors import UserError
+from ..core.paths import Paths
+from ..core.record import read_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One record: what `repro.core.record.write_record` wrote.
+
+    Args:
+        path: the file, relative to the checkout.
+        metrics, identity: its two halves.
+        stage, cell: which stage of the graph wrote it, and for which of its cells; None for what was run by hand.
+    """
+
+    path: str
+    metrics: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    stage: str | None = None
+    cell: str | None = None
+
+    @property
+    def device(self) -> str:
+        """The device that the record names."""
+        return str(self.identity.get("device", "–"))
+
+    @property
+    def folder(self) -> str:
+        """The folder that the record lies in, relative to the checkout."""
+        return PurePosixPath(self.path).parent.as_posix()
+
+    @property
+    def run_file(self) -> str:
+        """The file beside the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
+        name = PurePosixPath(self.path)
+        return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it records trainings, one for each seed."""
+        return "by_seed" in self.metrics
+
+    @property
+    def command(self) -> str:
+        """The command that writes the record."""
+        if self.stage is None:
+            return f"none: {self.path} was measured by hand"
+        verb = self.stage.replace("_", "-")
+        return f"repro {verb} --cell {self.cell}" if self.cell else f"repro {verb}"
+
+
+def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
+    """The records of the given stages, in that order, then those of results/measured.
+
+    Raises:
+        UserError: a record is damaged. A missing one is no error.
+    """
+    root = paths.results
+    found = []
+    for stage in stages:
+        for name in ("metrics.json", "speed.json"):
+            found += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
+            found += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
+    by_hand = (file for file in root.glob("measured/**/*.json") if not file.name.endswith(("run.json", "recipe.json")))
+    found += [(file, None, None) for file in sorted(by_hand) if file.parent.name != "seeds"]
+    return [_read(paths, *each) for each in found]
+
+
+def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
+    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there.
+
+    DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters, on which the report
+    depends.
+    """
+    params, missing = load_yaml(paths.params), []
+    for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
+        cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]
+        template = stage.get("do", stage)
+        for cell in cells:
+            for record in (name.replace("${key}", cell) for metrics in template.get("metrics", []) for name in metrics):
+                if not (paths.root / record).is_file():
+                    missing.append((record, template["cmd"].replace("${key}", cell)))
+    return missing
+
+
+def name_keys(value: Any, where: str) -> Any:
+    """The same value, whose mappings answer a missing key with a `UserError` that names it, starting from `where`."""
+    if isinstance(value, list):
+        return [name_keys(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    return _Named({key: name_keys(item, f"{where}.{key}") for key, item in value.items()}, where) if isinstance(value, dict) else value
+
+
+def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """The value, if it is a mapping; else a `UserError` that names where it is."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: expected a mapping; remove the file and run its stage again")
+    return value
+
+
+class _Named(dict):
+    def __init__(self, items: Mapping[str, Any], where: str):
+        super().__init__(items)
+        self._where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(
+            f"{self._where}.{key}: missing, as in a record of another version; run its stage again, or move the file out of results/"
+        )
+
+
+def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:
+    path = file.relative_to(paths.root).as_posix()
+    content = read_json(file)
+    halves = {name: content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")}
+    if not all(isinstance(half, Mapping) for half in halves.values()):
+        raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")
+    return Source(path, **{name: name_keys(half, f"{path}: {name}") for name, half in halves.items()}, stage=stage, cell=cell)

@@ -1,0 +1,318 @@
+"""What we measured: the functions through which the expressions of a ledger read the records."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from ..core.config import load_yaml
+from ..core.errors import UserError
+from ..core.paths import Paths
+from ..core.record import read_json
+from .paper import Paper
+from .records import Source, check_mapping, name_keys, read_sources
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A data set of the field, and when a score on it may stand beside a paper's.
+
+    Args:
+        name: in words.
+        val_images: the size of its validation split. A score counts only when it was taken on all of it.
+        starts_pretrained: whether models are trained on it from weights that were pretrained elsewhere.
+    """
+
+    name: str
+    val_images: int
+    starts_pretrained: bool
+
+
+# kind of data set -> the data set
+BENCHMARKS = {
+    "imagenet": Benchmark("ImageNet-1K", 50_000, starts_pretrained=False),
+    "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
+    "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
+}
+_BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of the first backend counts
+
+
+class Missing(Exception):
+    """A number that was not measured.
+
+    Args:
+        reason: why there is none.
+        command: what would measure it.
+    """
+
+    def __init__(self, reason: str, command: str):
+        super().__init__(reason)
+        self.reason, self.command = reason, command
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class SpeedGroup:
+    """Speed rows that may be compared with each other: one device, batch, dtype and mode (`infer` or `train`, and whether compiled)."""
+
+    device: str
+    batch_size: int
+    dtype: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.device}, batch {self.batch_size}, {self.dtype}"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], device: str) -> "SpeedGroup":
+        """The group of a row, or of what a sweep concludes about rows."""
+        return cls(device, row["batch_size"], row["dtype"], f"{row['mode']}, compiled" if row.get("compile") else row["mode"])
+
+
+class Results:
+    """Every record of a checkout, read once.
+
+    Args:
+        paths: the checkout.
+        papers: for the model families that they name, see `Paper.families`.
+        scores: stages of the graph, in the order in which their records are shown -> keys of their scores -> labels; see
+            `stages.Stage.scores`. Records of other stages are not read.
+
+    `used` collects the paths of the records that numbers were read from; whoever asks for a number empties it before.
+
+    Raises:
+        UserError: a record is damaged. A missing one is no error.
+    """
+
+    def __init__(self, paths: Paths, papers: Iterable[Paper], scores: Mapping[str, Mapping[str, str]]):
+        self.paths, self.scores = paths, scores
+        self.families = {family: options for paper in papers for family, options in paper.families.items()}
+        self.sources = read_sources(paths, scores)
+        self.used: set[str] = set()
+
+    @cached_property
+    def counts(self) -> dict[str, tuple[Mapping[str, Any], Source]]:
+        """`model[option=value]@size` -> row of the complexity stage."""
+        return {
+            f"{self.model_key(row)}@{size_of(row)}": (row, source)
+            for source in self._of_stage("complexity")
+            for name, each in check_mapping(source.metrics["rows"], f"{source.path}: metrics.rows").items()
+            for row in [check_mapping(each, f"{source.path}: {name}")]
+        }
+
+    @property
+    def own_sources(self) -> list[Source]:
+        """The records that stages of the graph wrote."""
+        return [source for source in self.sources if source.stage is not None]
+
+    @cached_property
+    def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
+        """The speed rows of all devices, grouped by what may be compared. What was measured a second time is left out."""
+        groups: dict[SpeedGroup, list] = {}
+        for source in self.sources:
+            for row in _speed_rows(source):
+                if row.get("run", 1) == 1:
+                    groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
+        return dict(sorted(groups.items()))
+
+    @property
+    def score_sources(self) -> list[Source]:
+        """The records of trained or evaluated models: they name their data set."""
+        return [s for s in self.sources if isinstance(s.metrics.get("kind"), str) and isinstance(s.metrics.get("model"), str)]
+
+    def without(self, source: Source) -> "Results":
+        """The same but for one record."""
+        others = copy.copy(self)
+        others.sources = [each for each in self.sources if each is not source]
+        for name in ("counts", "speed_rows"):
+            others.__dict__.pop(name, None)
+        return others
+
+    def functions(self) -> dict[str, Callable]:
+        """What an expression may call that depends neither on a device nor on the paper."""
+        return {
+            "params_m": lambda row: self._count(row)["num_params"] / 1e6,
+            "macs_g": lambda row: self._count(row)["macs_g"],
+            "macs_g_paper_convention": lambda row: self._count(row)["macs_g_paper_convention"],
+            "macs_saved_percent": lambda size: self._complexity("saved_at_1280_percent", size),
+            "complexity": self._complexity,
+            "accuracy": self._score,
+            "images": self._images,
+            "profile": self._profile,
+            "operator": self._operator,
+        }
+
+    def speed_functions(self, group: SpeedGroup, attention: str = "unfused") -> dict[str, Callable]:
+        """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are unfused."""
+
+        def read(field: str) -> Callable:
+            def look_up(model: str, size: int, asked: str | None = None) -> float:
+                return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
+
+            return look_up
+
+        return {"fps": read("throughput_img_per_s"), "memory_mib": read("peak_memory_mib")}
+
+    def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
+        """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the family's defaults."""
+        options = record.get("options") or {}
+        if not isinstance(options, Mapping):
+            raise UserError(f"{where}: options: expected a mapping, got {options!r}")
+        model = str(record["model"])
+        defaults = self.families.get(model.split("_")[0], {})
+        shown = [f"{name}={value}" for name, value in sorted(options.items()) if defaults.get(name) != str(value)]
+        return f"{model}[{','.join(shown)}]" if shown else model
+
+    def is_full(self, source: Source) -> bool:
+        """Whether it was scored on the whole validation split of a benchmark."""
+        benchmark = BENCHMARKS.get(source.metrics["kind"])
+        return benchmark is not None and source.metrics.get("val_images") == benchmark.val_images
+
+    def command_for(self, path: str) -> str:
+        """The command that makes a file that a number was read from."""
+        source = next((source for source in self.sources if source.path == path), None)
+        if source is not None:
+            return source.command
+        if path.startswith("results/prepare_data/"):
+            return f"repro prepare-data --cell {path.split('/')[2]}"
+        return "repro profile show paper"
+
+    def _of_stage(self, stage: str) -> list[Source]:
+        return [source for source in self.sources if source.stage == stage]
+
+    def _complexity(self, key: str, size: str) -> float:
+        for source in self._of_stage("complexity"):
+            value = check_mapping(source.metrics[key], f"{source.path}: metrics.{key}").get(size)
+            if value is not None:
+                self.used.add(source.path)
+                return value
+        raise Missing("not counted yet", "repro complexity")
+
+    def _count(self, row: str) -> Mapping[str, Any]:
+        if row not in self.counts:
+            why = "no such row in results/complexity: not built yet, or not listed in params.yaml" if self.counts else "not counted yet"
+            raise Missing(why, "repro complexity")
+        found, source = self.counts[row]
+        self.used.add(source.path)
+        return found
+
+    def _score(self, kind: str, model: str, key: str, image_size: int | None = None) -> float:
+        fitting = [
+            source
+            for source in self.score_sources
+            if source.metrics["kind"] == kind
+            and self.is_full(source)
+            and self._is_as_described(source, BENCHMARKS[kind], image_size)
+            and self.model_key(source.metrics, source.path) == model
+        ]
+        if not fitting:
+            raise Missing(
+                f"no run on all of {BENCHMARKS[kind].name}; smaller runs are never compared", self._score_command(kind, model, key)
+            )
+        # the longest training, and of those the first by name: never the one with the best score
+        source = min(fitting, key=lambda source: (-(source.metrics.get("epochs") or 0), source.path))
+        if not isinstance(source.metrics.get(key), (int, float)):
+            raise Missing(f"{source.path} has no {key}", self._score_command(kind, model, key))
+        self.used.add(source.path)
+        return source.metrics[key]
+
+    def _is_as_described(self, source: Source, benchmark: Benchmark, image_size: int | None) -> bool:
+        """Whether a record's score may stand beside a paper's, as far as the model's training and evaluation go."""
+        record = source.metrics
+        if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
+            return False
+        if image_size is not None and record.get("image_size", image_size) != image_size:
+            return False
+        if not source.is_trained:  # a training evaluates in fp32, `repro evaluate` in what it is told
+            return source.identity.get("dtype") == "fp32"
+        # the command line may have shortened a training by hand; and other first weights are another experiment
+        return source.stage is not None and (record.get("init") is not None) == benchmark.starts_pretrained
+
+    def _score_command(self, kind: str, model: str, key: str) -> str:
+        for section in self.scores:
+            if (cell := self._profile_cell(section, model, kind)) is not None:
+                return f"repro profile use paper && repro {section} --cell {cell}"
+        if not BENCHMARKS[kind].starts_pretrained and model.split("_")[0] not in self.families:
+            return f"repro evaluate --model {model} --pretrained --data {kind}"
+        stage = next((stage for stage, scores in self.scores.items() if key in scores), None)
+        return f"repro {stage}  # once profiles/paper.yaml has a cell for it" if stage else "none: no stage has this score"
+
+    def _images(self, kind: str, split: str) -> int:
+        for file in sorted(self.paths.results.glob("prepare_data/*/manifest.json")):
+            where = file.relative_to(self.paths.root).as_posix()
+            manifest = check_mapping(name_keys(read_json(file), where), where)
+            if manifest["kind"] == kind and not manifest.get("departures"):
+                self.used.add(where)
+                return len(manifest["classes"]) if split == "classes" else manifest["splits"][split]["images"]
+        raise Missing(f"{BENCHMARKS[kind].name} is not here", f"repro data check {kind} ROOT")
+
+    @cached_property
+    def _paper_profile(self) -> Mapping[str, Any]:
+        file = self.paths.profiles / "paper.yaml"
+        return load_yaml(file) if file.is_file() else {}
+
+    def _profile_cell(self, section: str, model: str, kind: str) -> str | None:
+        """The cell of profiles/paper.yaml that trains a model on a kind of data."""
+        prepared = self._paper_profile.get("prepare_data") or {}
+        for name, cell in (self._paper_profile.get(section) or {}).items():
+            if not isinstance(cell, Mapping) or "model" not in cell or (prepared.get(cell.get("data")) or {}).get("kind") != kind:
+                continue
+            if self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
+                return name
+        return None
+
+    def _profile(self, section: str, model: str, kind: str, key: str) -> float:
+        cell = self._profile_cell(section, model, kind)
+        if cell is None:
+            raise Missing(f"profiles/paper.yaml has no {section} cell for it", "repro profile show paper")
+        value: Any = self._paper_profile[section][cell]
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            why = f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds"
+            raise Missing(why, "repro profile show paper")
+        self.used.add("profiles/paper.yaml")
+        return value
+
+    def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> float:
+        found = [
+            (_BACKENDS.index(row["backend"]) if row["backend"] in _BACKENDS else len(_BACKENDS), source.path, row, source)
+            for row, source in self.speed_rows.get(group, [])
+            if self.model_key(row, source.path) == model and size_of(row) == str(size) and row["attention"] == attention
+        ]
+        _, path, row, source = min(found, key=lambda item: item[:2]) if found else (None, None, None, None)
+        if row is None or row[field] is None:
+            why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
+            raise Missing(f"{model} at {size}×{size} on {group}: {why}", "repro efficiency")
+        for gate in source.metrics.get("gates", []):  # a model whose operator is slower than it could be gives no ratio
+            is_of_row = model.startswith(f"{gate['family']}_") and (gate["batch_size"], gate["dtype"]) == (group.batch_size, group.dtype)
+            if is_of_row and not gate["holds"]:
+                share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
+                raise Missing(f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required", "repro efficiency")
+        self.used.add(path)
+        return row[field]
+
+    def _operator(self, key: str) -> float:
+        for source in self.sources:
+            operator = source.metrics.get("op")
+            if isinstance(operator, Mapping) and operator.get(key) is not None:
+                self.used.add(source.path)
+                return operator[key]
+        raise Missing("the reference path was not measured against the kernel", "repro kernels bench")
+
+
+def size_of(row: Mapping[str, Any]) -> str:
+    """The image size of a row: `224`, or `800x1344` where the image is no square."""
+    size = row["image_size"]
+    height, width = size if isinstance(size, list) else (size, size)
+    return str(height) if height == width else f"{height}x{width}"
+
+
+def _speed_rows(source: Source) -> list[Mapping[str, Any]]:
+    """The rows of a record that measured speed; other records have none."""
+    rows = source.metrics.get("rows")
+    if source.stage == "efficiency" and not isinstance(rows, list):
+        raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
+    if not isinstance(rows, list):
+        return []
+    return [row for row in rows if isinstance(row, Mapping) and (source.stage == "efficiency" or "throughput_img_per_s" in row)]

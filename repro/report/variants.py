@@ -1,0 +1,249 @@
+"""The variants that a paper ablates: its rows beside ours, and whether its ordering is seen in our data."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .claims import Report
+from .document import Block, Heading, Paragraph, Picture, Piece, Section, Table, code, number, paragraph, strong, table
+from .ledger import Ledger
+from .ordering import Ordering, judge_ordering
+from .paper import Paper, Variants, VariantTable
+from .records import Source
+from .results import Results
+
+TOP1 = "top1_percent"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Variants that were trained alike.
+
+    Args:
+        variants: name -> record, in the order in which the paper's room names them.
+        speeds: name -> the record of its throughput, where that was measured.
+    """
+
+    variants: Mapping[str, Source]
+    speeds: Mapping[str, Source]
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """What the records have in common, as one of them says it."""
+        return next(iter(self.variants.values())).metrics
+
+    @property
+    def title(self) -> str:
+        """What was trained, for how long and on what device, whose threads are left out."""
+        m, seeds = self.common, max(len(source.metrics["by_seed"]) for source in self.variants.values())
+        device = next(iter(self.variants.values())).device.split(",")[0]
+        length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds} seed{'s' if seeds > 1 else ''}"
+        return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}"
+
+    def at(self, where: VariantTable) -> dict[str, Source]:
+        """Its variants in a table or figure, in the paper's order."""
+        return {name: self.variants[name] for name in where.rows if name in self.variants}
+
+    def throughput(self, name: str) -> float | None:
+        """Images per second of a variant; None where it was not measured."""
+        return self.speeds[name].metrics["throughput_img_per_s"] if name in self.speeds else None
+
+
+def find_groups(results: Results, variants: Variants) -> list[Group]:
+    """The trained variants: those of the pipeline, then those by hand. Another recipe, model, data set or device is another group.
+
+    A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most seeds.
+    """
+    found: dict[tuple, dict[str, Source]] = {}
+    for source in results.sources:
+        m = source.metrics
+        if not source.is_trained or TOP1 not in m or (name := find_variant(results, variants, m)) is None:
+            continue
+        origin = "the graph" if source.stage else source.path.split("/")[2]
+        rest = tuple(sorted((key, str(value)) for key, value in m["options"].items() if key not in variants.changed))
+        of_group = found.setdefault((origin, m["data"], m["model"], rest, m["recipe_hash"]), {})
+        if name not in of_group or len(m["by_seed"]) > len(of_group[name].metrics["by_seed"]):
+            of_group[name] = source
+    speeds = {source.folder: source for source in results.sources if source.path.endswith("/speed.json")}
+    groups = []
+    for members in found.values():
+        ordered = {name: members[name] for name in variants.options if name in members}
+        measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
+        groups.append(Group(variants=ordered, speeds={n: s for n, s in measured.items() if s.metrics.get("throughput_img_per_s")}))
+    return groups
+
+
+def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any]) -> str | None:
+    """Which variant a record is of; None for another combination of options."""
+    defaults = results.families.get(metrics["model"].split("_")[0], {})
+    options = {key: value for key, value in metrics["options"].items() if key in variants.changed and defaults.get(key) != str(value)}
+    return next((name for name, changes in variants.options.items() if changes == options), None)
+
+
+def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
+    """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
+    runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
+    top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
+    before = {name: {run["seed"]: run["top1_previous_percent"] for run in of_variant} for name, of_variant in runs.items()}
+    return judge_ordering(top1, before, find_orders(where, ledger), group.common["val_images"], group.common["classes"])
+
+
+def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
+    """(better, worse) for each two variants that the paper orders, by its text or by its printed Top-1."""
+    if where.orders is not None:
+        return list(where.orders)
+    top1 = {name: float(find_printed(ledger, row, TOP1)) for name, row in where.rows.items()}
+    ranked = sorted(top1, key=top1.__getitem__, reverse=True)
+    return [(better, worse) for better, worse in itertools.combinations(ranked, 2) if top1[better] > top1[worse]]
+
+
+def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
+    """What the paper prints in a row and a column; `–` where it prints nothing."""
+    entry = ledger.entries.get(f"{row}.{column}")
+    return "–" if entry is None else entry.printed or "–"
+
+
+def variants_section(report: Report) -> Section:
+    """The verdicts on orderings, then every table and figure of each group."""
+    paper, results = report.paper, report.results
+    variants, ledger = paper.variants, paper.ledger
+    title = f"The ablations: {variants.places}"
+    every = find_groups(results, variants)
+    judged = [(group, where, judge_group(group, where, ledger)) for group, where in _shown(every, variants)]
+    if not judged:
+        all_of_them = code(f"{variants.command} --all")
+        text = ("None is trained yet: ", code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
+        return Section(title, (Paragraph(text),))
+    rows = [
+        [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
+        for group, where, found in judged
+    ]
+    text = (
+        "Variants that were trained alike here. Is the paper's ordering by Top-1 seen? Each pair that the paper orders is judged by its "
+        "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. ",
+        code("docs/ablations.md"),
+        f" explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our Top-1 is the mean "
+        "over seeds ± their standard deviation; our images/s are of inference on the device that is named.",
+    )
+    blocks: list[Block] = [Paragraph(text), table(["", "trained", "verdict", "because", "τ"], rows)]
+    drawn = _to_draw(every, variants)
+    for group, where, found in judged:
+        blocks += [Heading(f"{where.place}: {group.title}"), *([paragraph(where.note)] if where.note else [])]
+        blocks.append(_rows_table(group, where, results, paper))
+        if drawn.get((where.place, group.common["data"])) == (group, where):
+            blocks.append(paragraph(Picture(f"figures/{_file_name(where, group)}", where.place)))
+        if absent := [name for name in where.rows if name not in group.variants]:
+            command = f"{variants.command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
+            blocks.append(paragraph(f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
+        if found.pairs:
+            blocks.append(_pairs_table(where, found, ledger))
+    return Section(title, tuple(blocks))
+
+
+def draw_variants(report: Report, folder: Path) -> None:
+    """Draw the figures that compare variants, one for each data set: from the group with most of a figure's variants."""
+    ledger = report.paper.ledger
+    for group, where in _find_to_draw(report):
+        where.draw(folder / _file_name(where, group), group, lambda row, column: find_printed(ledger, row, column))
+
+
+def find_drawn(report: Report) -> dict[str, list[Source]]:
+    """The name of each file that `draw_variants` makes -> the records that it shows."""
+    return {_file_name(where, group): list(group.at(where).values()) for group, where in _find_to_draw(report)}
+
+
+def find_shown(report: Report) -> set[str]:
+    """The paths of the records that `variants_section` alone shows; those of other stages than the variants' stand elsewhere too."""
+    variants = report.paper.variants
+    if variants is None:
+        return set()
+    shown = _shown(find_groups(report.results, variants), variants)
+    sources = (source for group, where in shown for source in group.at(where).values())
+    return {source.path for source in sources if source.stage in (None, variants.stage)}
+
+
+def _find_to_draw(report: Report) -> list[tuple[Group, VariantTable]]:
+    variants = report.paper.variants
+    return list(_to_draw(find_groups(report.results, variants), variants).values()) if variants else []
+
+
+def _shown(every: list[Group], variants: Variants) -> Iterator[tuple[Group, VariantTable]]:
+    """A group stands in each table and figure of which it has two variants."""
+    return ((group, where) for group in every for where in variants.tables if len(group.at(where)) > 1)
+
+
+def _to_draw(every: list[Group], variants: Variants) -> dict[tuple[str, str], tuple[Group, VariantTable]]:
+    """(figure, data set) -> the group with most of its variants, and of those the one with most epochs."""
+    found: dict[tuple[str, str], tuple[Group, VariantTable]] = {}
+    for group, where in _shown(every, variants):
+        if where.draw is not None:
+            key = (where.place, group.common["data"])
+            rivals = [found[key][0], group] if key in found else [group]
+            found[key] = max(rivals, key=lambda each: (len(each.at(where)), each.common["epochs"])), where
+    return found
+
+
+def _file_name(where: VariantTable, group: Group) -> str:
+    return f"{where.figure}_{group.common['data']}.png"
+
+
+def _rows_table(group: Group, where: VariantTable, results: Results, paper: Paper) -> Table:
+    """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these weights."""
+    variants, ledger, members = paper.variants, paper.ledger, group.at(where)
+    plain = where.rows[variants.plain]
+    columns = ledger.table(plain.partition(".")[0]).columns
+    printed = [key for key in columns if where.columns is None or key in where.columns]
+    downstream = {name: _downstream_scores(results, source) for name, source in members.items()}
+    extra = [key for key in printed if key != TOP1 and any(key in scores for scores in downstream.values())]
+    printed = [key for key in printed if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
+    theirs = [f"paper: {_label(columns[key].label, columns[key].unit, key)}" for key in printed]
+    measured = ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[key].label for key in extra))
+    head = ["", *theirs, *(f"ours: {name}" for name in measured)]
+    rows: list[list[Piece]] = []
+    for name, source in members.items():
+        m, scores, speed = source.metrics, downstream[name], group.throughput(name)
+        spread = m.get("top1_std_percent")
+        macs = m.get("macs_g")
+        ours: list[Piece] = [
+            number(f"{m['num_params'] / 1e6:.4g}"),
+            "–" if macs is None else number(f"{macs:.4g}"),
+            "–" if speed is None else number(f"{speed:.0f}"),
+            f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
+            *(number(f"{scores[key]:.1f}") if key in scores else "–" for key in extra),
+        ]
+        numbers = [find_printed(ledger, where.rows[name], key) for key in printed]
+        rows.append([_describe(paper, name), *("–" if text == "–" else number(text) for text in numbers), *ours])
+    return table(head, rows)
+
+
+def _label(label: str, unit: str, key: str) -> str:
+    if key == TOP1:
+        return "Top-1 (%)"
+    return f"{label} ({unit})" if unit in ("M", "G") else label
+
+
+def _describe(paper: Paper, name: str) -> str:
+    changes = paper.variants.options[name]
+    return ", ".join(f"{key} {value or 'all'}" for key, value in changes.items()) or paper.model
+
+
+def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
+    """The scores of the detectors and segmenters whose first weights are this record's."""
+    weights = f"{source.folder}/weights.safetensors"
+    began = [other.metrics for other in results.score_sources if (other.metrics.get("init") or {}).get("weights") == weights]
+    keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
+    return {key: m[key] for m in began for key in keys if isinstance(m.get(key), (int, float))}
+
+
+def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
+    rows: list[list[Piece]] = []
+    for pair in found.pairs:
+        printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
+        theirs: Piece = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
+        needed: Piece = "over 1000" if pair.needed is None else number(pair.needed)
+        ours = f"{pair.difference:+.2f} [{pair.low:+.2f}, {pair.high:+.2f}]"
+        open_pair = pair.word == "not separated"
+        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed if open_pair else "–"])
+    return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

@@ -1,0 +1,105 @@
+"""Classification for the training frame and for `repro predict`. Imports nothing heavy at the top."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...core.errors import UserError
+from ..spec import Datasets, Predictor, Setting, Sight, TaskSpec
+from .params import ClassifierParams
+
+TOP = 5  # classes that are shown of a picture
+BATCH = 32  # pictures that a classifier takes at once
+
+
+class Classify(TaskSpec):
+    """Image classification."""
+
+    name = "classify"
+    params = ClassifierParams
+    scores: ClassVar[Mapping[str, str]] = {"top1_percent": "top-1", "top5_percent": "top-5"}
+
+    def open_datasets(self, data: Any, params: ClassifierParams) -> Datasets:
+        from ...data.classification import ImageFolder, eval_transform, train_transform
+
+        tree, seed = data.open_tree(), params.seeds[0]
+        train = ImageFolder(tree, "train", train_transform(params.transform), seed=seed, max_unreadable=params.max_unreadable)
+        val = ImageFolder(tree, "val", eval_transform(params.transform))
+        return Datasets(train=train, val=val, classes=tuple(tree.classes), groups=data.groups(tree))
+
+    def build_model(self, params: ClassifierParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+        from ...models.registry import build_model
+
+        try:
+            model = build_model(params.model, **self._options(params, classes), drop_path_rate=params.drop_path)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        if init is None:
+            return model, {}
+        from ...models.checkpoints import initialise, open_weights
+
+        return model, initialise(model, open_weights(init, model=params.model))
+
+    def build_task(self, model: Any, train: Any, val: Any, datasets: Datasets, params: ClassifierParams, setting: Setting) -> Any:
+        from .task import Classification
+
+        return Classification(
+            model,
+            train,
+            val,
+            batch_size=params.batch_size,
+            transform=params.transform,
+            mix=params.mix,
+            num_classes=len(datasets.classes),
+            device=setting.device,
+            ranks=setting.ranks,
+        )
+
+    def describe(self, model: Any, params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
+        options, preprocessing = self._options(params, classes), params.transform.preprocessing()
+        return {"name": params.model, "options": options, "preprocessing": preprocessing, "classes": list(classes)}
+
+    def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
+        found = {name: last[name] for name in ("top1_percent", "top5_percent", "val_loss", "val_images")}
+        if not math.isfinite(found["val_loss"]):
+            found |= {"val_loss": None, "val_loss_reason": "not finite"}
+        return found | {"unreadable_images": len(task.train.dataset.unreadable())}
+
+    def count_flop_per_image(self, task: Any) -> float | None:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+
+        image = task.eval_input(task.train.dataset[(0, 0)][0].unsqueeze(0))
+        model = task.model.eval()
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            model(image)
+        return counter.get_total_flops()
+
+    def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
+        import torch
+        from torchvision.transforms.functional import to_pil_image
+
+        from ...data.classification import ToInput, eval_transform
+        from ...data.settings import TransformSettings
+
+        model, settings = checkpoint.build().to(device), TransformSettings.from_preprocessing(checkpoint.preprocessing)
+        transform, to_input = eval_transform(settings), ToInput(settings, device)
+
+        @torch.inference_mode()
+        def look(pictures: Sequence[Any]) -> list[Sight]:
+            ranked = model(to_input(torch.stack(list(pictures)))).float().softmax(1).cpu().sort(descending=True)
+            seen = []
+            for shares, indices in zip(ranked.values[:, :TOP].tolist(), ranked.indices[:, :TOP].tolist(), strict=True):
+                best = [{"class": checkpoint.classes[i], "share": round(share, 4)} for share, i in zip(shares, indices, strict=True)]
+                seen.append(Sight(", ".join(f"{each['class']} {100 * each['share']:.1f} %" for each in best), best, None))
+            return seen
+
+        return Predictor(prepare=lambda picture: transform(to_pil_image(picture)), look=look, batch_size=BATCH, draws=False)
+
+    @staticmethod
+    def _options(params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
+        return {**params.options, "num_classes": len(classes), "img_size": params.transform.image_size}
+
+
+SPEC = Classify()

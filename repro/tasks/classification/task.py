@@ -1,0 +1,136 @@
+"""Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from torch import Tensor, nn
+
+from ...core.ranks import Ranks
+from ...data.classification import Batch, ToInput
+from ...data.loader import EvalLoader, TrainLoader
+from ...data.settings import TransformSettings
+from .params import MixParams
+
+
+class Classification:
+    """The engine's task: see `repro.training.loop.Task`.
+
+    Args:
+        model: images (B, 3, H, W) -> logits (B, num_classes).
+        train: the training batches of this rank.
+        val: the validation batches of this rank, every sample once.
+        batch_size: images per step, over all ranks together.
+        transform: makes inputs of the model from batches.
+        mix: softens the targets; a mixed batch must be even.
+        num_classes: number of classes of the data set.
+        device: the device of the model.
+        ranks: the processes that train together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainLoader,
+        val: EvalLoader,
+        *,
+        batch_size: int,
+        transform: TransformSettings,
+        mix: MixParams,
+        num_classes: int,
+        device: torch.device,
+        ranks: Ranks = Ranks(),
+    ):
+        self.model = model
+        self.train, self.val, self.device, self.ranks = train, val, device, ranks
+        self.batch_size, self.steps_per_epoch = batch_size, len(train)
+        self.train_input, self.eval_input = ToInput(transform, device, training=True), ToInput(transform, device)
+        self.label_smoothing = mix.label_smoothing
+        self.mixup = None
+        if mix.mixup or mix.cutmix:
+            self.mixup = Mixup(
+                mixup_alpha=mix.mixup,
+                cutmix_alpha=mix.cutmix,
+                prob=mix.prob,
+                switch_prob=mix.switch_prob,
+                label_smoothing=mix.label_smoothing,
+                num_classes=num_classes,
+            )
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on."""
+        return self.train.batches(epoch, start)
+
+    def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Cross-entropy with softened targets."""
+        images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
+        if self.mixup is None:
+            return {"loss": F.cross_entropy(network(images).float(), targets, label_smoothing=self.label_smoothing)}
+        images, soft = self.mixup(images, targets)
+        return {"loss": F.cross_entropy(network(images).float(), soft)}
+
+    def split(self, batch: Batch, parts: int) -> list[Batch]:
+        """A batch in equal parts; each is mixed within itself."""
+        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Top-1 and top-5 in percent and the plain cross-entropy over the whole validation split, whatever the number of ranks."""
+        return accuracy(model, self.val, self.eval_input, self.ranks)
+
+    def describe(self, epoch: int, number: int) -> list[str]:
+        """The files of this rank's batch."""
+        return self.train.files(epoch, number)
+
+    def inspect(self, batch: Batch) -> dict[str, Any]:
+        """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""
+        found: dict[str, Any] = {}
+
+        def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                losses = module.inner_losses(inputs[0])
+                found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
+
+            return hook
+
+        learners = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "inner_losses")]
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in learners]
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                self.model(self.eval_input(batch[0]))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {"inner_losses": found}
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Tensor], Tensor], ranks: Ranks = Ranks()) -> dict[str, float]:
+    """Accuracy of a model in eval mode.
+
+    Args:
+        model: inputs (B, 3, H, W) -> logits (B, num_classes).
+        batches: images and integer targets; on several ranks each rank's share.
+        to_input: images -> inputs on the model's device.
+        ranks: the counts are added up over these.
+
+    Returns:
+        `val_loss`, `top1_percent`, `top5_percent` and `val_images`, the number of images seen.
+    """
+    loss, top1, top5, images_seen = 0.0, 0, 0, 0
+    for images, targets in batches:
+        logits = model(to_input(images)).float()
+        targets = targets.to(logits.device)
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+        top1 += int(ranked[:, 0].sum())
+        top5 += int(ranked.any(dim=1).sum())
+        images_seen += len(targets)
+    loss, top1, top5, images_seen = ranks.sum([loss, top1, top5, images_seen])
+    return {
+        "val_loss": loss / images_seen,
+        "top1_percent": 100 * top1 / images_seen,
+        "top5_percent": 100 * top5 / images_seen,
+        "val_images": int(images_seen),
+    }

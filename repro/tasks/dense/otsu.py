@@ -1,0 +1,83 @@
+"""A baseline without learning: bright regions are objects, and each gets the class of the most similar example."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import ndimage
+from torch import Tensor
+
+_BLUR = 1.0  # pixels
+_FAINTEST = 8.0  # grey levels above the darkest pixel; anything less is noise
+_SMALLEST = 40  # area of an object in pixels
+_SIDE = 8  # cells across the grid on which shapes are compared
+
+
+class OtsuBaseline:
+    """Otsu's threshold on the grey level, taken again above itself since textures lie between; components; the nearest example.
+
+    Args:
+        examples: masks (H, W) of training objects, nonzero inside, and the class of each.
+    """
+
+    def __init__(self, examples: Iterable[tuple[Tensor, int]]):
+        masks, labels = zip(*examples, strict=True)
+        self._shapes = np.stack([_shape(mask.numpy().astype(bool)) for mask in masks])
+        self._labels = np.array(labels)
+
+    def detect(self, image: Tensor) -> dict[str, Tensor]:
+        """Find the objects of an image, uint8 (3, H, W), in Mask R-CNN's output format.
+
+        Returns:
+            `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool. The score is the mean brightness of
+            the object, at most 1, times the cosine similarity with the nearest example.
+        """
+        grey = ndimage.gaussian_filter(image.float().mean(0).numpy(), _BLUR)
+        threshold = _otsu(grey[grey > _otsu(grey)])
+        components, count = ndimage.label(grey > max(threshold, grey.min() + _FAINTEST), structure=np.ones((3, 3)))
+        sizes = np.bincount(components.ravel(), minlength=count + 1)[1:]
+        masks = np.array([components == number for number in 1 + np.flatnonzero(sizes >= _SMALLEST)]).reshape(-1, *grey.shape)
+        similarity = np.array([_shape(mask) for mask in masks]).reshape(-1, _SIDE**2) @ self._shapes.T
+        scores = np.array([grey[mask].mean() / 255 for mask in masks]) * similarity.max(axis=1)
+        order = np.argsort(-scores, kind="stable")
+        boxes = [(x.start, y.start, x.stop, y.stop) for y, x in map(_extent, masks[order])]
+        return {
+            "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+            "labels": torch.from_numpy(self._labels[similarity.argmax(axis=1)[order]]),
+            "scores": torch.from_numpy(scores[order]).float(),
+            "masks": torch.from_numpy(masks[order]),
+        }
+
+    def label_map(self, image: Tensor, background: int) -> Tensor:
+        """The class of each pixel of an image, uint8 (3, H, W), as (H, W) int64."""
+        found = self.detect(image)
+        labels = torch.full(image.shape[1:], background)
+        for mask, label in zip(found["masks"], found["labels"], strict=True):
+            labels[mask] = label
+        return labels
+
+
+def _otsu(values: np.ndarray) -> float:
+    """The threshold of largest variance between the two classes: w0 w1 (m0 - m1)²."""
+    counts, edges = np.histogram(values, 256)
+    centres = (edges[:-1] + edges[1:]) / 2
+    below, above = counts.cumsum(), counts[::-1].cumsum()[::-1]
+    mean_below = (counts * centres).cumsum() / below.clip(1)
+    mean_above = (counts * centres)[::-1].cumsum()[::-1] / above.clip(1)
+    between = below[:-1] * above[1:] * (mean_below[:-1] - mean_above[1:]) ** 2
+    return float(edges[1 + between.argmax()])
+
+
+def _extent(mask: np.ndarray) -> tuple[slice, slice]:
+    return ndimage.find_objects(mask.astype(np.uint8))[0]
+
+
+def _shape(mask: np.ndarray) -> np.ndarray:
+    """A mask (H, W) as a unit vector: its crop, centred in a square, averaged over _SIDE x _SIDE cells."""
+    crop = mask[_extent(mask)].astype(np.float32)
+    side = max(crop.shape)
+    before = [(side - length) // 2 for length in crop.shape]
+    square = np.pad(crop, [(first, side - length - first) for first, length in zip(before, crop.shape, strict=True)])
+    cells = F.adaptive_avg_pool2d(torch.from_numpy(square)[None], _SIDE).flatten().numpy()
+    return cells / np.linalg.norm(cells)

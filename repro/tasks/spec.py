@@ -1,0 +1,127 @@
+"""The interface between a task and the training frame, and between a task and `repro predict`. Imports nothing heavy."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from ..training.params import TrainParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """What a training reads.
+
+    Args:
+        train, val: data sets as the loaders want them, see `repro.data.loader.Samples`.
+        classes: the names of the classes, by index.
+        groups: a number for each training sample, or None; see `repro.data.loader.TrainOrder`.
+        alone: whether images are evaluated one at a time, since they differ in size.
+    """
+
+    train: Any
+    val: Any
+    classes: tuple[str, ...]
+    groups: Any = None
+    alone: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and with whom one training runs.
+
+    Args:
+        where: the cell for messages, e.g. `pretrain.vittt_nano_digits`.
+        device: the device of the model.
+        ranks: the processes that train together.
+    """
+
+    where: str
+    device: Any
+    ranks: Any
+
+
+class Sight(NamedTuple):
+    """What a model sees in one picture: a line for people, plain data for JSON, and the picture drawn over (None where nothing is drawn)."""
+
+    line: str
+    content: Any
+    drawing: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """A trained model, ready for a person's own pictures.
+
+    Args:
+        prepare: a picture, uint8 (3, H, W), to what `look` takes.
+        look: prepared pictures, at most `batch_size` of them, to what is seen in each.
+        batch_size: how many pictures go through the model at once.
+        draws: whether `look` draws.
+    """
+
+    prepare: Callable[[Any], Any]
+    look: Callable[[Sequence[Any]], list[Sight]]
+    batch_size: int = 1
+    draws: bool = True
+
+
+class TaskSpec(abc.ABC):
+    """A task: the class of its cells' parameters, and how the parts of a training are made from them.
+
+    `name` is the task's name in weights files and in `repro predict --task`; `scores` are the metrics that say how good a model is,
+    the most telling one first, each with what the report calls it.
+    """
+
+    name: ClassVar[str]
+    params: ClassVar[type[TrainParams]]
+    scores: ClassVar[Mapping[str, str]]
+
+    @abc.abstractmethod
+    def open_datasets(self, data: Any, params: Any) -> Datasets:
+        """The training and validation images of a prepared data set, a `repro.data.cells.DataCell`.
+
+        Raises:
+            UserError: the data are not those of the manifest, or of a kind that this task cannot use.
+        """
+
+    @abc.abstractmethod
+    def build_model(self, params: Any, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+        """The model on the CPU, and what became of each weight of the file `init`, key by key; empty without one.
+
+        Raises:
+            UserError: a model, options or weights that do not fit.
+        """
+
+    @abc.abstractmethod
+    def build_task(self, model: Any, train: Any, val: Any, datasets: Datasets, params: Any, setting: Setting) -> Any:
+        """The engine's task (see `repro.training.loop.Task`) around a model on its device and the two loaders."""
+
+    @abc.abstractmethod
+    def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """What a weights file says beside the weights, see `repro.models.weights.save_weights`."""
+
+    @abc.abstractmethod
+    def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
+        """The metrics of a finished training, from the last row of its curve; scores end in `_percent`."""
+
+    def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
+        """The same scores of a method that learns nothing, on embedded data where there is one."""
+        return None
+
+    def draw_examples(self, task: Any, model: Any, params: Any, folder: Path) -> None:
+        """Draw what a trained model, in eval mode, sees in some validation images, as PNGs in a folder; nothing by default."""
+        return
+
+    def count_flop_per_image(self, task: Any) -> float | None:
+        """The FLOP of a forward pass of one image; None where they are not counted."""
+        return None
+
+    @abc.abstractmethod
+    def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
+        """A trained model for pictures; detections below `min_score` are not drawn.
+
+        Raises:
+            UserError: weights that cannot be read or do not fit.
+        """

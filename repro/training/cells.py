@@ -1,0 +1,321 @@
+"""Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
+
+import dataclasses
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.config import load_section, params_hash, section_keys
+from ..core.csvfile import read_csv, write_csv
+from ..core.errors import UserError
+from ..core.hashing import hash_code, hash_file
+from ..core.paths import find_root
+from ..core.ranks import Ranks, joined, launch
+from ..core.record import make_identity, read_json, write_json, write_record
+from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
+from ..core.statistics import describe_sample
+from ..tasks.spec import TaskSpec
+from .job import Cell, Job, Outcome, Recipe, build_job, replay_step, require_resumable, run_job, split_batch, verify_init
+from .params import TrainParams
+
+Vary = Callable[[TrainParams], tuple[TrainParams, str]]
+
+
+def train_cells(
+    stage: str,
+    spec: TaskSpec,
+    cell: str | None,
+    gpus: int | None,
+    *,
+    recipe: Recipe | None = None,
+    vary: Vary = lambda params: (params, ""),
+    arguments: Sequence[str] = (),
+) -> list[Cell]:
+    """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
+
+    Args:
+        stage: the section of params.yaml.
+        spec: the task of its cells.
+        cell: the name of one cell; None trains all.
+        gpus: processes on this machine; None trains in this one.
+        recipe: see `Cell`.
+        vary: changes a cell as the command line asks; returns also what that adds to its name, with which its results stand under
+            results/measured.
+        arguments: the other options of the command line, for the processes that are started.
+
+    Returns:
+        The cells that this process trained, on rank 0.
+
+    Raises:
+        UserError: see `build_job`; with `gpus`, before any process is started.
+    """
+    paths = find_root()
+    runtime = load_runtime(paths)
+    names = [cell] if cell else section_keys(paths.params, stage)
+    slug = device_slug(choose_device(runtime.device))
+    cells = []
+    for name in names:
+        params, suffix = vary(load_section(spec.params, paths.params, stage, name))
+        folder = paths.measured(slug) / stage / f"{name}{suffix}" if suffix else paths.cell(stage, name)
+        shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": recipe}
+        cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
+    if gpus is not None and "WORLD_SIZE" not in os.environ:
+        for each in cells:
+            check_before_launch(each, gpus)
+        launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *arguments])
+        return []
+    with joined(choose_device(runtime.device).type) as ranks:
+        cells = [dataclasses.replace(each, ranks=ranks) for each in cells]
+        for each in cells:
+            train_cell(each)
+    return cells if ranks.first else []
+
+
+def check_before_launch(cell: Cell, processes: int) -> None:
+    """Raise UserError where this many processes cannot train a cell."""
+    from ..data.manifest import read_manifest
+
+    split_batch(cell.params, cell.runtime, Ranks(world_size=processes), cell.where)
+    images = read_manifest(cell.inputs[0]).splits["train"].images
+    if images < cell.params.batch_size:
+        raise UserError(f"{cell.where}.batch_size: {cell.params.batch_size}, and there are only {images} training images; make it smaller")
+    verify_init(cell)
+    for seed in cell.params.seeds:
+        require_resumable(cell.state_folder(seed), cell.inputs, processes)
+
+
+def train_cell(cell: Cell) -> None:
+    """Train a cell with each of its seeds, and write its results.
+
+    The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the first seed;
+    curve.csv and seeds/<n>.json of every seed; recipe.json; and metrics.json with the means over the seeds. What a seed leaves stays
+    in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has, by the same
+    parameters, data and code, are not trained again.
+
+    Raises:
+        UserError: see `build_job`; or a record of another run lies in the folder.
+    """
+    started, ranks = time.monotonic(), cell.ranks
+    finished = find_finished_seeds(cell)
+    outcomes: dict[int, Outcome] = {}
+    job: Job | None = None
+    for place, seed in enumerate(cell.params.seeds, 1):
+        if seed in finished:
+            continue
+        job = build_job(cell, seed, ranks)
+        if ranks.first:
+            _announce(cell, job, seed, place, first=not outcomes)
+        if (outcome := run_job(job, ranks)) is not None:
+            outcomes[seed] = outcome
+    if job is None or not ranks.first:
+        return
+    _collect_files(cell, outcomes, finished)
+    metrics = _summarise_cell(cell, job, {**finished, **{seed: outcome.metrics for seed, outcome in outcomes.items()}})
+    identity = _identify(cell, job)
+    seconds = time.monotonic() - started
+    for seed, outcome in outcomes.items():
+        write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
+    write_record(cell.folder, metrics, identity, seconds)
+    if job.device.type == "cuda":  # `repro plan` counts with it; it differs from run to run, so it is not an output of the graph
+        for outcome in outcomes.values():
+            speed = {"model": cell.params.model, "options": cell.params.options, "processes": ranks.world_size, **outcome.speed}
+            write_record(cell.paths.measured(device_slug(job.device)) / cell.stage, speed, identity, seconds, name=cell.name)
+    for outcome in outcomes.values():
+        outcome.forget()
+    scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
+    print(f"{cell.name}: {scores} on {metrics['val_images']} held-out images of {cell.params.data}", flush=True)
+
+
+def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
+    """Seed -> its record, for the seeds that an earlier call finished into the cell's folder.
+
+    Raises:
+        UserError: the folder holds a run of other parameters, data or code.
+    """
+    file = cell.folder / "metrics.json"
+    if not file.is_file() or cell.folder == cell.paths.cell(cell.stage, cell.name):
+        return {}  # a cell of the graph is made anew, as DVC does
+    record = read_json(file)
+    finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
+    params = dataclasses.replace(cell.params, seeds=tuple(finished))
+    now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
+    if set(cell.params.seeds) - set(finished):  # one record names one code
+        now["code_hash"] = hash_code(cell.paths.root, _code_of(cell))
+    for what, value in now.items():
+        if record["identity"][what] != value:
+            made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
+            different = what.removesuffix("_hash").replace("_", " ")
+            raise UserError(f"{file}: holds a run of other {different} ({made_by}); ask for the same, or move the folder away")
+    return finished
+
+
+def _announce(cell: Cell, job: Job, seed: int, place: int, *, first: bool) -> None:
+    """Print what is about to be trained; the recipe and the load report once."""
+    if len(cell.params.seeds) > 1:
+        print(f"{cell.name}: seed {seed}, {place} of {len(cell.params.seeds)}", flush=True)
+    if not first:
+        return
+    if cell.recipe is not None:
+        print("\n".join(cell.recipe(job.params, _find_facts(job, cell.ranks))[1]), flush=True)
+    if job.load_report:
+        print("\n".join(format_load_report(job.load_report)), flush=True)
+
+
+def format_load_report(report: Mapping[str, str]) -> list[str]:
+    """A load report for people: how many keys were used, and which parts are expected to be new or not needed."""
+    parts: dict[str, dict[str, int]] = {}
+    for key, fate in report.items():
+        counts = parts.setdefault(fate, {})
+        part = key.split(".")[0]
+        counts[part] = counts.get(part, 0) + 1
+    return [f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()]
+
+
+def _find_facts(job: Job, ranks: Ranks) -> dict[str, Any]:
+    """What a recipe says of the run beside its parameters."""
+    return {
+        "world_size": ranks.world_size,
+        "micro_batch": job.micro_batch,
+        "accumulate": job.settings.accumulate,
+        "device": device_label(job.device),
+        "dtype": job.settings.precision,
+        "backend": _find_backend(job),
+        "train_images": len(job.task.train.dataset),
+    }
+
+
+def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
+    """Copy the first seed's files into the cell's folder, and write the curves of all seeds."""
+    folder, curve = cell.folder, cell.folder / "curve.csv"
+    rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
+    for seed, outcome in outcomes.items():
+        rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
+    first = outcomes.get(cell.params.seeds[0])
+    if first is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in first.folder.iterdir():
+            target = folder / each.name
+            if each.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(each, target)
+            else:
+                shutil.copyfile(each, target)
+    write_csv(curve, rows)
+
+
+def _round(value: float) -> float:
+    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole."""
+    return value if isinstance(value, int) else float(f"{value:.8g}")
+
+
+def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of a cell: what it is, and each score over its seeds."""
+    params, spec = cell.params, cell.spec
+    records = [by_seed[seed] for seed in sorted(by_seed)]
+    first = by_seed[params.seeds[0]]
+    metrics: dict[str, Any] = {
+        "model": params.model,
+        "options": params.options,
+        "init": {"weights": params.init.weights, "weights_hash": hash_file(cell.inputs[1])} if params.init else None,
+        "data": params.data,
+        "kind": job.data.kind,
+        "classes": len(job.described["classes"]),
+        "seeds": list(by_seed),
+        "batch_size": params.batch_size,
+        "recipe_hash": params_hash(dataclasses.replace(params, options={}, seeds=(0,))),
+        **{name: first[name] for name in ("num_params", "epochs", "steps", "val_images", "weights_hash")},
+        "skipped_steps": sum(record["skipped_steps"] for record in records),
+        "by_seed": records,
+    }
+    if params.init is None:
+        metrics["init_reason"] = "random weights"
+    if "unreadable_images" in first:
+        metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
+    if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
+        metrics["image_size"] = size
+    for name, value in first.items():
+        if (
+            name.endswith("_percent")
+            and "_previous_" not in name
+            and isinstance(value, int | float)
+            and all(name in each for each in records)
+        ):
+            metrics[name] = describe_sample([record[name] for record in records]).mean
+    for name in spec.scores:
+        sample, stem = describe_sample([record[name] for record in records]), name.removesuffix("_percent")
+        metrics |= {f"{stem}_std_percent": sample.std, f"{stem}_ci95_percent": sample.ci95 and list(sample.ci95)}
+        if sample.std is None:
+            metrics |= {f"{stem}_{what}_percent_reason": "one seed has no spread" for what in ("std", "ci95")}
+    if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
+        metrics["without_learning"] = baseline
+    if cell.recipe is not None:
+        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job, cell.ranks))[0])
+    return metrics
+
+
+def _identify(cell: Cell, job: Job) -> dict[str, Any]:
+    processes = f", {cell.ranks.world_size} processes" if cell.ranks.world_size > 1 else ""
+    return make_identity(
+        cell.paths.root,
+        _code_of(cell),
+        cell.params,
+        data_manifest=cell.inputs[0],
+        device=device_label(job.device) + processes,
+        dtype=job.settings.precision,
+        backend=_find_backend(job),
+    )
+
+
+def _code_of(cell: Cell) -> list[str]:
+    from ..models.registry import family_module
+
+    return [f"stages.{cell.stage}", family_module(cell.params.model)]
+
+
+def _find_backend(job: Job) -> str:
+    from ..models.registry import kernel_backend
+
+    return kernel_backend(getattr(job.task.model, "backbone", job.task.model), torch_dtype(job.settings.precision))
+
+
+def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
+    std = metrics.get(f"{key.removesuffix('_percent')}_std_percent")
+    return f"{label} {metrics[key]:.2f}{'' if std is None else f' ± {std:.2f}'} %"
+
+
+def train_varied(stage: str, spec: TaskSpec, cell: str | None, gpus: int | None, *, random: bool, epochs: int | None) -> None:
+    """As `train_cells`, from random weights or over another number of epochs where the command line asks for it."""
+
+    def vary(params: TrainParams) -> tuple[TrainParams, str]:
+        suffix = ""
+        if random:
+            params, suffix = dataclasses.replace(params, init=None), "_random"
+        if epochs:
+            params, suffix = params.with_epochs(epochs), f"{suffix}_{epochs}epochs"
+        return params, suffix
+
+    arguments = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
+    train_cells(stage, spec, cell, gpus, vary=vary, arguments=arguments)
+
+
+def replay(stage: str, spec: TaskSpec, dump: Path, cell: str | None, gpus: int | None) -> None:
+    """Run the step of a dump again and print what each layer gave; the dump's folder says which cell and seed it is of.
+
+    Raises:
+        UserError: see `job.replay_step`; or it is not known which cell the dump is of.
+    """
+    if gpus is not None:
+        raise UserError(f"{stage}: --replay-bad-step runs in one process; leave --gpus out")
+    paths = find_root()
+    runs = dump.absolute().parent
+    known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
+    cell = cell or (runs.parent.name if known else None)
+    if cell not in section_keys(paths.params, stage):
+        raise UserError(f"{stage}: {dump} does not lie in the folder of a run; name its cell with --cell")
+    params = load_section(spec.params, paths.params, stage, cell)
+    shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
+    replay_step(dump, Cell(stage=stage, name=cell, params=params, spec=spec, **shared), int(known[1]) if known else params.seeds[0])

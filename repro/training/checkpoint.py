@@ -1,0 +1,112 @@
+"""Training state on disk: written to a temporary name, flushed, renamed; two generations are kept; a damaged one is passed over.
+
+A file's name carries its step and the hash of its content, so a half-written or altered file is recognised before it is
+loaded. Everything is loaded with `weights_only=True`.
+"""
+
+import io
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.errors import RunError, UserError
+from ..core.hashing import short_hash
+from ..core.record import atomic
+
+_NAME = re.compile(r"^step_(\d{9})\.([0-9a-f]{16})\.pt$")
+GENERATIONS = 2
+
+
+class Checkpointer:
+    """Saves and restores the state of one run in one folder.
+
+    Args:
+        folder: `.runs/<stage>/<cell>-<key>`; the key keeps runs with other parameters or data apart.
+        log: called with a line when a damaged file is passed over.
+    """
+
+    def __init__(self, folder: Path, log=print):
+        self.folder, self.log = folder, log
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write the state after `step` finished steps and drop generations beyond the newest two.
+
+        Raises:
+            RunError: the state cannot be written; earlier states stay as they are.
+        """
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        content = buffer.getbuffer()
+        digest = short_hash(content)
+        try:
+            with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
+                temporary.write_bytes(content)
+        except OSError as error:  # the disk is full, mostly
+            kept = f"the state after step {self._files()[0][0]} is intact" if self._files() else "no earlier state is there"
+            raise RunError(f"{self.folder}: the state after step {step} cannot be written: {error.strerror}; {kept}") from None
+        for _, old in self._files()[GENERATIONS:]:
+            old.unlink()
+
+    def restore(self) -> dict[str, Any] | None:
+        """The newest undamaged state; None where there is no state to continue from.
+
+        Raises:
+            UserError: all states are damaged.
+        """
+        for torn in self.folder.glob(".step_*.tmp"):  # of a process that was killed while it wrote
+            torn.unlink()
+        files, damaged = self._files(), []
+        for step, path in files:
+            content = path.read_bytes()
+            if short_hash(content) != _NAME.match(path.name)[2]:
+                self.log(f"{path}: damaged (its hash differs); passing over it")
+                damaged.append(path)
+                continue
+            for useless in damaged:  # else it would count as one of the two generations
+                useless.unlink()
+            self.log(f"continuing after step {step} from {path.name}")
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if files:
+            raise UserError(f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start anew")
+        return None
+
+    def clear(self) -> None:
+        """Remove the folder: the run is finished and its result is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """(step, file), newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [(int(m[1]), self.folder / name) for name in os.listdir(self.folder) if (m := _NAME.match(name))]
+        return sorted(found, reverse=True)
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's generators, in types that `weights_only` loading allows."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": (version, list(internal), gauss),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        # of this process's device alone: asking the others would start a context on each
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """The inverse of `rng_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"][0])

@@ -1,0 +1,159 @@
+"""Too many steps in a row whose loss or gradient is not finite end a run, and the last one is explained.
+
+The dump holds what is needed to run the step again (weights, random states, the batch's place) and what was seen: statistics of
+every layer's output and every parameter's gradient, and what the task adds, like the inner losses of TTT layers.
+"""
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import RunError, UserError
+from ..core.ranks import Ranks
+from ..core.record import atomic
+from .checkpoint import rng_state, set_rng_state
+
+_KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Guard:
+    """Ends a run with a dump of its last step.
+
+    Args:
+        folder: where the dump is written.
+    """
+
+    folder: Path
+
+    def remember(self) -> None:
+        """Keep the random states before a step, with which the step can be run again."""
+        self._rng = rng_state()
+
+    def dump(
+        self,
+        task: Any,
+        batch: Any,
+        *,
+        in_a_row: int,
+        step: int,
+        epoch: int,
+        number: int,
+        autocast: Callable[[], Any],
+        ranks: Ranks,
+        accumulate: int,
+        scale: float,
+    ) -> None:
+        """Write `bad_step_<step>.pt` and end the run.
+
+        Args:
+            task: see `repro.training.loop.Task`.
+            batch: this rank's batch of the step.
+            in_a_row: how many steps up to this one were not finite.
+            step: the step's number, from 1. epoch, number: the batch's place.
+            autocast, accumulate, scale: as in training: the precision's context manager, the parts of a batch, the loss scale.
+
+        Raises:
+            RunError: always.
+        """
+        set_rng_state(self._rng)
+        statistics = diagnose(task, batch, autocast, accumulate, scale)
+        seen = ranks.gather({"rng": self._rng, "batch": task.describe(epoch, number), "statistics": statistics})
+        path = self.folder / f"bad_step_{step:09d}.pt"
+        if ranks.first:
+            content = {"step": step, "epoch": epoch, "number": number, "world_size": ranks.world_size}
+            content |= {"accumulate": accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            with atomic(path) as temporary:
+                temporary.write_bytes(buffer.getbuffer())
+        raise RunError(
+            f"step {step}: loss or gradient not finite, {in_a_row} steps in a row; the last one is in {path}: "
+            f"`repro pretrain --replay-bad-step {path}` runs it again"
+        )
+
+
+def load_dump(path: Path) -> dict[str, Any]:
+    """Read what `Guard.dump` wrote.
+
+    Raises:
+        UserError: no such file, or not a dump.
+    """
+    try:
+        dump = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise UserError(f"{path}: not a dump of a bad step: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(dump, dict) or not dump.keys() >= _KEYS:
+        raise UserError(f"{path}: not a dump of a bad step")
+    return dump
+
+
+def diagnose(task: Any, batch: Any, autocast: Callable[[], Any], accumulate: int = 1, scale: float = 1.0) -> dict[str, Any]:
+    """Run a batch forward and backward on the model, cut and scaled as in training, and report every layer's output in order.
+
+    Returns:
+        For the first part that is not finite, else for the last one: {part, loss, outputs {module: {absmax, mean, not_finite}},
+        gradients {parameter: the same}, first_not_finite, own}: absmax and mean over the finite elements, `own`
+        is what `task.inspect(batch)` returns. The weights stay as they are.
+    """
+    for part, piece in enumerate(task.split(batch, accumulate), 1):
+        found = {"part": part, **_diagnose_part(task, piece, autocast, scale / accumulate)}
+        bad_gradient = any(seen["not_finite"] for seen in found["gradients"].values())
+        if bad_gradient or not math.isfinite(found["loss"]):
+            break
+    return {**found, "own": task.inspect(piece)}
+
+
+def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: float) -> dict[str, Any]:
+    outputs: dict[str, dict[str, float]] = {}
+    names = {module: name or "model" for name, module in task.model.named_modules()}
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            outputs.setdefault(names[module], summary(tensor))
+
+    parameters = {name: p for name, p in task.model.named_parameters() if p.requires_grad}
+    hooks = [module.register_forward_hook(note) for module in names]
+    try:
+        # code that torch.compile made before the hooks were there does not call them
+        with torch.compiler.set_stance("force_eager"):
+            with autocast():
+                loss = task.loss(task.model, piece)["loss"]  # not its parallel wrapper: the other ranks may be elsewhere
+            gradients = torch.autograd.grad(loss * scale, [*parameters.values()], allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        "loss": float(loss.detach()),
+        "outputs": outputs,
+        "gradients": {name: summary(g) for name, g in zip(parameters, gradients, strict=True) if g is not None},
+        "first_not_finite": next((name for name, seen in outputs.items() if seen["not_finite"]), None),
+    }
+
+
+def summary(x: Tensor) -> dict[str, float]:
+    """The largest magnitude and the mean of the finite elements, and the number of the others."""
+    x = x.detach().double()
+    finite = x[x.isfinite()]
+    many = finite.numel()
+    return {
+        "absmax": float(finite.abs().max()) if many else math.nan,
+        "mean": float(finite.mean()) if many else math.nan,
+        "not_finite": x.numel() - many,
+    }
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,371 @@
+"""Jobs: one training of a cell with one seed, built from the cell's task, resumed where it was stopped, and run."""
+
+import dataclasses
+import functools
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.config import params_hash
+from ..core.errors import UserError
+from ..core.hashing import hash_file, hash_files
+from ..core.paths import Paths
+from ..core.ranks import Ranks
+from ..core.record import read_json, write_json, write_text
+from ..core.runtime import Runtime, choose_device, seed_everything
+from ..data.cells import DataCell, open_cell
+from ..tasks.spec import Setting, TaskSpec
+from .params import LoopParams, TrainParams
+
+# the parameters of a training and facts about the run -> the recipe for recipe.json, and its lines for people
+Recipe = Callable[[TrainParams, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A cell of a training stage.
+
+    Args:
+        stage, name: the stage, and the cell's name; together they name its results.
+        params: the cell's section.
+        spec: its task.
+        paths, runtime: the checkout and its `runtime:` section.
+        ranks: the processes that train together.
+        folder: where its results go.
+        recipe: describes how it is trained, beside what the paper prescribes; None describes nothing.
+    """
+
+    stage: str
+    name: str
+    params: TrainParams
+    spec: TaskSpec
+    paths: Paths
+    runtime: Runtime
+    ranks: Ranks = Ranks()
+    folder: Path
+    recipe: Recipe | None = None
+
+    @property
+    def where(self) -> str:
+        """The cell's key path, for messages."""
+        return f"{self.stage}.{self.name}"
+
+    @property
+    def init(self) -> Path | None:
+        """The weights file to start from."""
+        return self.paths.root / self.params.init.weights if self.params.init else None
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The files, beside the code, on which a run depends: the data's manifest and the initial weights."""
+        manifest = self.paths.cell("prepare_data", self.params.data) / "manifest.json"
+        return (manifest, self.init) if self.init else (manifest,)
+
+    def state_folder(self, seed: int) -> Path:
+        """Where the state of a run waits; other parameters have another folder, so that no run continues a different one."""
+        return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training that is ready to run.
+
+    Args:
+        cell, params: what is trained; the parameters have one seed.
+        task: see `repro.training.loop.Task`; its loaders are `train` and `val`.
+        settings: of the loop.
+        device: the device of the model.
+        data: the prepared data set.
+        described: what weights files say beside the weights, see `repro.models.weights.save_weights`.
+        load_report: what became of each key of the initial weights.
+        micro_batch: images of a process that go through the model at once.
+    """
+
+    cell: Cell
+    params: TrainParams
+    task: Any
+    settings: LoopParams
+    device: Any
+    data: DataCell
+    described: Mapping[str, Any]
+    load_report: Mapping[str, str]
+    micro_batch: int
+
+    def close(self) -> None:
+        """End the loaders' processes."""
+        self.task.train.close()
+        self.task.val.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a training leaves on rank 0.
+
+    Args:
+        metrics: the record of this seed.
+        curve: a row per epoch.
+        folder: holds weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt.
+        speed: see `repro.training.watch.Watch.summary`.
+        forget: removes the state from which a next call would continue; to be called when the record is written.
+    """
+
+    metrics: dict[str, Any]
+    curve: list[dict[str, float]]
+    folder: Path
+    speed: Mapping[str, Any]
+    forget: Callable[[], None]
+
+
+def build_job(cell: Cell, seed: int, ranks: Ranks) -> Job:
+    """Everything that a training with one seed is made of.
+
+    Raises:
+        UserError: data, model, options, weights or number of processes that do not fit; nothing is written before.
+    """
+    import torch
+
+    from ..data.loader import EvalLoader, TrainLoader
+
+    params, runtime, spec = cell.params.with_seed(seed), cell.runtime, cell.spec
+    share, micro_batch = split_batch(params, runtime, ranks, cell.where)
+    device = find_device(runtime, ranks)
+    data = open_cell(cell.paths, runtime, params.data)
+    datasets = spec.open_datasets(data, params)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    verify_init(cell)
+    seed_everything(seed)
+    model, load_report = spec.build_model(params, datasets.classes, cell.init, cell.where)
+    described = spec.describe(model, params, datasets.classes)
+    model = place_model(model, runtime, ranks, device)
+    if ranks.rank:  # the weights are the same everywhere; what is drawn while training is not
+        seed_everything(seed + ranks.rank)
+
+    here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    order = {"seed": seed, "groups": datasets.groups, "batches_per_epoch": params.steps_per_epoch}
+    train = TrainLoader(datasets.train, batch_size=share, **order, **here)
+    val = EvalLoader(datasets.val, batch_size=1 if datasets.alone else micro_batch, **here)
+    task = spec.build_task(model, train, val, datasets, params, Setting(where=cell.where, device=device, ranks=ranks))
+    settings = LoopParams(
+        epochs=params.epochs,
+        evaluate_every=params.evaluate_every,
+        precision=resolve_precision(params.precision, device),
+        accumulate=share // micro_batch,
+        ema_decay=params.ema_decay,
+        max_bad_steps=params.max_bad_steps,
+        save_every_steps=runtime.save_every_steps,
+    )
+    return Job(
+        cell=cell,
+        params=params,
+        task=task,
+        settings=settings,
+        device=device,
+        data=data,
+        described=described,
+        load_report=load_report,
+        micro_batch=micro_batch,
+    )
+
+
+def run_job(job: Job, ranks: Ranks) -> Outcome | None:
+    """Train, or continue where an earlier call stopped, and keep the results beside the run's state.
+
+    Returns:
+        The outcome on rank 0, None on the others. Raises as `repro.training.loop.fit`.
+    """
+    from ..models.weights import save_weights
+    from .checkpoint import Checkpointer
+    from .loop import fit
+    from .watch import Watch
+
+    cell, seed = job.cell, job.params.seeds[0]
+    runtime, state = cell.runtime, cell.state_folder(seed)
+    if ranks.first:
+        write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
+    # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
+    snapshots, result = state / "snapshots", state / "result"
+    snapshots.mkdir(parents=True, exist_ok=True)
+
+    def snapshot(epoch: int, model: Any) -> None:
+        if epoch in job.params.snapshot_epochs:
+            save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
+
+    checkpointer = Checkpointer(state)
+    watches: list[Watch] = []
+    new_watch = functools.partial(
+        Watch,
+        cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}",
+        device=job.device,
+        jsonl=runtime.jsonl,
+        tensorboard=runtime.tensorboard,
+        flop_per_image=cell.spec.count_flop_per_image(job.task) if runtime.peak_tflops else None,
+        peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12,
+        every=runtime.log_every_steps,
+        world_size=ranks.world_size,
+        rank=ranks.rank,
+    )
+    try:
+        done, model = fit(
+            job.task,
+            job.params.optim,
+            job.settings,
+            device=job.device,
+            ranks=ranks,
+            checkpointer=checkpointer,
+            snapshot=snapshot,
+            watch=lambda step: watches.append(new_watch(resumed_step=step)) or watches[-1],
+        )
+    finally:
+        job.close()
+    summary = cell.spec.summarise(job.task, done.curve[-1])
+    if (name := "unreadable_images") in summary:  # each rank counts its own
+        summary[name] = int(ranks.sum([summary[name]])[0])
+    if not ranks.first:
+        return None
+    shutil.rmtree(result, ignore_errors=True)
+    save_weights(result / "weights.safetensors", model, **job.described)
+    shutil.copytree(snapshots, result / "snapshots")
+    if job.load_report:
+        write_text(result / "load_report.txt", "".join(f"{fate:<22} {key}\n" for key, fate in job.load_report.items()))
+    if seed == cell.params.seeds[0]:
+        cell.spec.draw_examples(job.task, model.eval(), job.params, result / "examples")
+    metrics = {"seed": seed, **_count_run(done, model, cell.spec), "weights_hash": hash_file(result / "weights.safetensors"), **summary}
+    return Outcome(metrics=metrics, curve=done.curve, folder=result, speed=watches[-1].summary(), forget=checkpointer.clear)
+
+
+def replay_step(dump_path: Path, cell: Cell, seed: int) -> None:
+    """Run the step of a dump again, in this process alone, and print what each layer gave.
+
+    Raises:
+        UserError: not a dump, or one of another model or of other data.
+    """
+    from .checkpoint import set_rng_state
+    from .guard import diagnose, load_dump
+
+    dump = load_dump(dump_path)
+    for rank, seen in enumerate(dump["ranks"]):
+        job = build_job(cell, seed, Ranks(rank=rank, world_size=dump["world_size"]))
+        task = job.task
+        try:
+            task.model.load_state_dict(dump["model"])
+        except RuntimeError:
+            raise UserError(f"{dump_path}: was written by a different model than {cell.where}") from None
+        task.model.train()
+        try:
+            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
+                raise UserError(f"{dump_path}: its batch holds other images than {cell.name} has there now; the data or the seed changed")
+            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
+            set_rng_state(seen["rng"])
+            autocast = functools.partial(job.settings.autocast, job.device.type)
+            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
+        finally:
+            job.close()
+        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        print(f"{where}: loss {found['loss']}")
+        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
+        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
+        for name, output in found["outputs"].items():
+            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
+        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
+        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
+        for name, losses in found["own"].get("inner_losses", {}).items():
+            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")
+
+
+def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
+    """The images of a step on one process, and how many of them go through the model at once; raises UserError where they do not fit."""
+    share = ranks.share(params.batch_size, f"{where}.batch_size")
+    micro_batch = min(runtime.micro_batch or share, share)
+    if share % micro_batch or (params.needs_even_parts and micro_batch % 2):
+        what = "an even number" if params.needs_even_parts else "a number"
+        raise UserError(f"runtime.micro_batch: {micro_batch} does not fit {share} images of a process; take {what} that divides it")
+    return share, micro_batch
+
+
+def find_device(runtime: Runtime, ranks: Ranks) -> Any:
+    """This process's device."""
+    import torch
+
+    device = choose_device(runtime.device)
+    return torch.device("cuda", ranks.local_rank) if device.type == "cuda" and ranks.world_size > 1 else device
+
+
+def resolve_precision(asked: str, device: Any) -> str:
+    """`auto` becomes bf16 on GPUs and fp32 elsewhere."""
+    return asked if asked != "auto" else "bf16" if device.type == "cuda" else "fp32"
+
+
+def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
+    """Move a model to its device; compile it or change its memory format where asked; batch norms span all GPUs."""
+    import torch
+
+    if ranks.world_size > 1 and device.type == "cuda":
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(device)
+    if runtime.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if runtime.compile:
+        getattr(model, "backbone", model).compile()  # the shapes in a dense head depend on the data
+    return model
+
+
+def verify_init(cell: Cell) -> None:
+    """Refuse initial weights that are not verified to be the right ones.
+
+    Raises:
+        UserError: no such file, an empty one, or one with another hash than its record or the parameters state.
+    """
+    init, path = cell.params.init, cell.init
+    if init is None or path is None:
+        return
+    where = f"{cell.where}.init"
+    if not path.is_file():
+        raise UserError(f"{where}.weights: {path}: no such file; run its stage first")
+    if not path.stat().st_size:
+        raise UserError(f"{where}.weights: {path}: is empty; get it again")
+    found, record = hash_file(path, digits=64), path.parent / "metrics.json"
+    stated = init.sha256 or (read_json(record)["metrics"].get("weights_hash") if record.is_file() else None)
+    if stated is None:
+        raise UserError(f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}")
+    if not found.startswith(stated.lower()):
+        raise UserError(f"{where}.weights: {path}: has SHA-256 {found[:16]}..., expected {stated}; get the right file")
+
+
+def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:
+    """Refuse to continue a run that began on other inputs or with another number of processes; returns what a next call compares."""
+    found = {"inputs": {file.name: hash_files(file.parent, [file.name]) for file in inputs}, "processes": processes}
+    note = state / "run.json"
+    if note.is_file() and any(state.glob("step_*.pt")):
+        before = read_json(note)
+        changed = next((file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None)
+        if changed is not None:
+            raise UserError(f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start anew")
+        if before["processes"] != processes:
+            raise UserError(
+                f"{state}: the run was stopped with {before['processes']} process(es), and now there are {processes}; take the same "
+                "number, or remove the folder to start anew"
+            )
+    return found
+
+
+def _count_run(done: Any, model: Any, spec: TaskSpec) -> dict[str, Any]:
+    """The numbers that every training has."""
+    last, score = done.curve[-1], next(iter(spec.scores))
+    found = {
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "epochs": last["epoch"],
+        "steps": last["step"],
+        "skipped_steps": done.bad_steps,
+        "skip_rate_percent": 100 * done.bad_steps / last["step"],
+        "train_loss": last.get("train_loss"),
+    }
+    if found["train_loss"] is None or not math.isfinite(found["train_loss"]):
+        found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
+    evaluated = [row[score] for row in done.curve if score in row]
+    name = f"{score.removesuffix('_percent')}_previous_percent"
+    if len(evaluated) > 1:
+        return found | {name: evaluated[-2]}
+    return found | {name: None, f"{name}_reason": "evaluated once"}

@@ -1,0 +1,309 @@
+"""The training loop: one readable screen (`fit`) that calls objects."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.errors import Interrupted, UserError
+from ..core.ranks import Ranks
+from ..core.ui import Progress
+from .checkpoint import Checkpointer, rng_state, set_rng_state
+from .guard import Guard
+from .optim import build_optimizer, build_schedule
+from .params import LoopParams, OptimParams
+from .watch import Watch, format_window
+
+LOSS_SCALE = 512.0  # at the start of fp16, mmsegmentation's; it doubles every 2,000 good steps
+
+
+class Task(Protocol):
+    """What the engine trains.
+
+    `batches(epoch, start)` yields this rank's batches of an epoch from batch number `start` on, the same ones in the same order every
+    time; `split(batch, parts)` cuts one into equal parts. `loss(network, batch)` calls the network, which is `model` or its parallel
+    wrapper, and returns scalar tensors: `loss` is minimised, and all of them are logged. `evaluate(model)` returns numbers over all
+    ranks together. `describe(epoch, number)` names the samples of a batch, and `inspect(batch)` says what the task knows about one
+    that went wrong, both in types that `torch.load(weights_only=True)` allows.
+    """
+
+    model: nn.Module
+    batch_size: int
+    steps_per_epoch: int
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]: ...
+
+    def split(self, batch: Any, parts: int) -> Sequence[Any]: ...
+
+    def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]: ...
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]: ...
+
+    def describe(self, epoch: int, number: int) -> list[str]: ...
+
+    def inspect(self, batch: Any) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunState:
+    """How far a run is: finished steps, and sums over the running epoch."""
+
+    step: int = 0
+    epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
+    epoch_steps: int = 0  # finite steps summed so far
+    bad_in_a_row: int = 0
+    bad_steps: int = 0
+    curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def count(self, numbers: dict[str, float], *, finite: bool) -> None:
+        """Count one more step; only the numbers of a finite step go into the sums."""
+        self.step += 1
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        self.bad_steps += not finite
+        if finite:
+            self.epoch_steps += 1
+            for name, value in numbers.items():
+                self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
+
+
+def fit(
+    task: Task,
+    optim: OptimParams,
+    settings: LoopParams,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    checkpointer: Checkpointer,
+    snapshot: Callable[[int, nn.Module], None],
+    watch: Callable[[int], Watch],
+    log: Callable[[str], None] = print,
+) -> tuple[RunState, nn.Module]:
+    """Train from the start, or from where an earlier call stopped.
+
+    Args:
+        task: model, batches, loss and evaluation.
+        optim: optimiser and schedule.
+        settings: epochs, precision, accumulation and cadences.
+        device: the device of the model.
+        ranks: the processes that train together; rank 0 writes.
+        checkpointer: keeps the state between steps.
+        snapshot: is called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated model.
+        watch: makes the watch over the steps from the number of steps that an earlier process finished.
+        log: takes plain lines.
+
+    Returns:
+        The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means of the
+        training numbers over the finite steps and all ranks, and, where evaluated, the validation numbers.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
+        RunError: `settings.max_bad_steps` steps in a row were not finite.
+    """
+    training = TrainingState.build(task, optim, settings, device, ranks)
+    steps = task.steps_per_epoch
+    schedule = build_schedule(training.optimizer, optim, task.batch_size, settings.epochs, steps)
+    run = _restore(checkpointer, training, ranks)
+    guard = Guard(folder=checkpointer.folder)
+    schedule.step_update(run.step)
+    if run.step == 0 and ranks.first:
+        snapshot(0, training.evaluated)
+    progress = Progress("step", settings.epochs * steps, done=run.step, log=log, every_s=0, shown=ranks.first)
+    with catch_signals(twice=ranks.world_size > 1) as received, progress, watch(run.step) as watched:
+        while len(run.curve) < settings.epochs:
+            epoch = len(run.curve)  # an epoch that was stopped before its evaluation has no batches left, and is evaluated
+            start = run.step - epoch * steps
+            task.model.train()
+            for number, batch in enumerate(_time_waiting(task.batches(epoch, start), watched), start):
+                guard.remember()
+                numbers = forward_backward(task, training, batch, optim.clip_grad_norm)
+                bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
+                training.step(apply=not bad)
+                run.count(numbers, finite=not bad)
+                if run.bad_in_a_row >= settings.max_bad_steps:
+                    how = {"autocast": training.autocast, "accumulate": training.accumulate, "scale": training.scaler.get_scale()}
+                    guard.dump(task, batch, in_a_row=run.bad_in_a_row, step=run.step, epoch=epoch, number=number, ranks=ranks, **how)
+                rate = training.optimizer.param_groups[0]["lr"]
+                images = task.batch_size // ranks.world_size
+                if window := watched.step(run.step, epoch, numbers, rate, images, skipped=bad):
+                    progress.update(run.step, format_window(window))
+                schedule.step_update(run.step)
+                # saved before the evaluation, which may take longer than the sender of a signal waits
+                if stop or number + 1 == steps or run.step % settings.save_every_steps == 0:
+                    with watched.paused():
+                        _save(checkpointer, run, training, ranks)
+                    _stop_if(stop, received, run.step)
+            with watched.paused():
+                evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
+                _end_epoch(task, run, training, ranks, epoch + 1, evaluate)
+                if ranks.first:
+                    snapshot(epoch + 1, training.evaluated)
+                progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
+            _stop_if(ranks.any(bool(received))[0], received, run.step)
+    return run, training.evaluated
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainingState:
+    """What the steps change. `network` is the model or its parallel wrapper; `evaluated` is the moving average where there is one."""
+
+    model: nn.Module
+    network: nn.Module
+    evaluated: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: ModelEmaV3 | None
+    autocast: Callable[[], contextlib.AbstractContextManager]
+    accumulate: int
+
+    @classmethod
+    def build(cls, task: Task, optim: OptimParams, settings: LoopParams, device: torch.device, ranks: Ranks) -> "TrainingState":
+        """The state at the start of a task's training."""
+        optimizer = build_optimizer(task.model, optim, task.batch_size)
+        network = task.model
+        if ranks.world_size > 1:
+            own = [device.index] if device.type == "cuda" else None
+            # buffers, such as a frozen W0, never change
+            network = DistributedDataParallel(network, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False)
+        ema = ModelEmaV3(task.model, decay=settings.ema_decay) if settings.ema_decay else None
+        return cls(
+            model=task.model,
+            network=network,
+            evaluated=ema.module if ema else task.model,
+            optimizer=optimizer,
+            scaler=torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=settings.precision == "fp16"),
+            ema=ema,
+            autocast=functools.partial(settings.autocast, device.type),
+            accumulate=settings.accumulate,
+        )
+
+    def step(self, *, apply: bool) -> None:
+        """Take the optimiser's step, or leave it out where `apply` is False."""
+        if apply:
+            self.scaler.step(self.optimizer)
+            if self.ema is not None:
+                self.ema.update(self.model)
+        self.scaler.update()  # lowers the scale of fp16 where it made gradients overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
+        named = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return {name: part.state_dict() for name, part in (named | ({"ema": self.ema.module} if self.ema else {})).items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; raises PyTorch's own error where the state belongs to another model."""
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scaler.load_state_dict(saved["scaler"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(saved["ema"])
+
+
+def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_norm: float | None) -> dict[str, float]:
+    """Run a batch in its parts: gradients are averaged over parts and ranks, then clipped.
+
+    Returns:
+        What the task's loss returned, averaged over the parts, and the gradients' norm before clipping.
+    """
+    training.optimizer.zero_grad(set_to_none=True)
+    sums: dict[str, Tensor] = {}
+    parts = task.split(batch, training.accumulate)
+    for i, part in enumerate(parts, 1):
+        # the ranks exchange gradients once, with the last part
+        waits = i < len(parts) and isinstance(training.network, DistributedDataParallel)
+        with training.network.no_sync() if waits else contextlib.nullcontext():
+            with training.autocast():
+                losses = task.loss(training.network, part)
+            training.scaler.scale(losses["loss"] / len(parts)).backward()
+        for name, value in losses.items():
+            sums[name] = sums.get(name, 0.0) + value.detach() / len(parts)
+    training.scaler.unscale_(training.optimizer)
+    sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(training.model.parameters(), clip_grad_norm or math.inf)
+    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
+    return dict(zip(sums, values, strict=True))
+
+
+@contextlib.contextmanager
+def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second signal is not held back.
+
+    With `twice` a second one is held back too: under torchrun a process is signalled by whoever stops the job and by torchrun, which
+    sends SIGKILL to those that do not end.
+    """
+    received: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        for each in () if twice else signals:
+            signal.signal(each, before[each])
+
+    for number in signals:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number in signals:
+            signal.signal(number, before[number])
+
+
+def _time_waiting(batches: Iterator[Any], watched: Watch) -> Iterator[Any]:
+    """The batches; the watch times how long each is waited for."""
+    while True:
+        with watched.waiting():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _stop_if(stop: bool, received: list[int], step: int) -> None:
+    if stop:  # the signal may have come to another rank
+        raise Interrupted(received[0] if received else signal.SIGTERM, f"the state after step {step} is saved")
+
+
+def _end_epoch(task: Task, run: RunState, training: TrainingState, ranks: Ranks, epoch: int, evaluate: bool) -> None:
+    steps = max(1, run.epoch_steps) * ranks.world_size
+    means = {f"train_{name}": total / steps for name, total in zip(run.epoch_sums, ranks.sum([*run.epoch_sums.values()]))}
+    training.evaluated.eval()
+    validation = task.evaluate(training.evaluated) if evaluate else {}
+    rate = training.optimizer.param_groups[0]["lr"]
+    run.curve.append({"epoch": epoch, "step": run.step, "lr": rate, **means, **validation})
+    run.epoch_sums, run.epoch_steps = {}, 0
+
+
+def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:
+    everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
+    if ranks.first:
+        saved = {"run": dataclasses.asdict(run), "ranks": everyone, "accumulate": training.accumulate}
+        checkpointer.save(run.step, saved | training.state_dict())
+
+
+def _restore(checkpointer: Checkpointer, training: TrainingState, ranks: Ranks) -> RunState:
+    saved = checkpointer.restore() if ranks.first else None
+    saved = ranks.from_first(saved)
+    if saved is None:
+        return RunState()
+    try:
+        everyone = saved["ranks"]
+        training.load_state_dict(saved)
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing against the state
+        raise
+    except (RuntimeError, ValueError, KeyError):
+        raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start anew") from None
+    if saved["accumulate"] != training.accumulate:
+        raise UserError(
+            f"{checkpointer.folder}: the run was stopped with its batches cut into {saved['accumulate']} part(s), and now they are cut into "
+            f"{training.accumulate}; set the same runtime.micro_batch, or remove the folder to start anew"
+        )
+    own = everyone[ranks.rank]
+    set_rng_state(own["rng"])
+    return RunState(**{**saved["run"], "epoch_sums": own["sums"]})

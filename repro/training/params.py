@@ -1,0 +1,166 @@
+"""The parameters that every training has. Imports nothing heavy: the stages need them for `--help`."""
+
+import dataclasses
+from typing import Any, Literal, Self
+
+from ..core.config import bounded
+from ..core.runtime import torch_dtype
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+RESERVED_OPTIONS = ("num_classes", "img_size", "drop_path_rate")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopParams:
+    """How the loop runs; a job makes it from its cell and from `runtime:`.
+
+    Args:
+        epochs: passes over the training data.
+        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
+        precision: `fp32`, or `bf16` or `fp16` for autocast; `fp16` scales its loss adaptively.
+        accumulate: parts into which each batch of a rank is cut; they run one after the other and their gradients are averaged.
+        ema_decay: decay of the moving average of the weights, which is then evaluated and saved instead of the raw weights; None
+            keeps no average.
+        max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops.
+        save_every_steps: steps between two states saved within an epoch.
+    """
+
+    epochs: int
+    evaluate_every: int = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    accumulate: int = 1
+    ema_decay: float | None = None
+    max_bad_steps: int = 20
+    save_every_steps: int = 200
+
+    def autocast(self, device_type: str) -> Any:
+        """A context manager for a forward pass in this precision."""
+        import torch
+
+        return torch.autocast(device_type, torch_dtype(self.precision), enabled=self.precision != "fp32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimParams:
+    """AdamW and its schedule (Appendix D of Vision-TTT; what it leaves open for classification is Swin's default).
+
+    Args:
+        lr: peak learning rate at a total batch of `lr_batch_size`; the three rates scale linearly with the batch.
+        warmup_lr, min_lr: the first rate, and the last rate of the cosine, at the same batch.
+        lr_batch_size: the batch for which the rates are stated.
+        weight_decay: of every parameter that timm's rule and the model's `no_weight_decay()` do not exempt.
+        betas, eps: AdamW's.
+        schedule: `cosine`; `step`, which divides the rate by ten after each milestone; or `poly`, linear to 0 over all steps.
+        milestones: finished epochs, for `step`.
+        warmup_epochs: epochs of linear warm-up; the cosine takes the epochs after them.
+        warmup_steps: steps of linear warm-up, in place of the epochs, with `step` and `poly`, whose rates it multiplies.
+        layer_decay: factor between the rates of neighbouring layers, counted down from the last layer, which has 1; null for one rate.
+        clip_grad_norm: the largest global L2 norm of the gradient; null switches clipping off.
+    """
+
+    lr: float = bounded(gt=0)
+    warmup_lr: float = bounded(1e-6, ge=0)
+    min_lr: float = bounded(1e-5, ge=0)
+    lr_batch_size: int = bounded(1024, ge=1)
+    weight_decay: float = bounded(0.05, ge=0)
+    betas: tuple[float, ...] = bounded((0.9, 0.999), ge=0, le=1)
+    eps: float = bounded(1e-8, gt=0)
+    schedule: Literal["cosine", "step", "poly"] = "cosine"
+    milestones: tuple[int, ...] = bounded((), ge=1)
+    warmup_epochs: int = bounded(20, ge=0)
+    warmup_steps: int = bounded(0, ge=0)
+    layer_decay: float | None = bounded(None, gt=0, le=1)
+    clip_grad_norm: float | None = bounded(5.0, gt=0)
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2:
+            raise ValueError(f"betas: expected two numbers, got {len(self.betas)}")
+        if bool(self.milestones) != (self.schedule == "step"):
+            raise ValueError(
+                f"milestones: {list(self.milestones)} with schedule {self.schedule}; `step` needs some, and no other takes them"
+            )
+        if self.warmup_steps and self.schedule == "cosine":
+            raise ValueError("warmup_steps: the cosine takes warmup_epochs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitParams:
+    """The weights that a training starts from.
+
+    Args:
+        weights: a file, from the checkout's root: of this project, or of an official release of the model.
+        sha256: the file's SHA-256, 16 hex digits or more; needed where no record beside the file states it.
+    """
+
+    weights: str
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        stated = self.sha256
+        if stated is not None and (len(stated) < 16 or set(stated.lower()) - set("0123456789abcdef")):
+            raise ValueError(f"sha256: {stated!r}, expected 16 hex digits or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainParams:
+    """What the cells of all training stages have in common.
+
+    Args:
+        model: registered name of the model, or of the backbone.
+        options: further keyword arguments of `timm.create_model`, e.g. design, pool, chunk_size, w0.
+        init: the weights to start from; null for random ones.
+        data: a cell of `prepare_data`.
+        seeds: one training each; a seed determines initialisation, order and augmentation.
+        epochs: passes over the training data, or that many times `steps_per_epoch`.
+        steps_per_epoch: steps in an epoch, where a recipe counts steps; null for a pass over the data.
+        batch_size: images per step, over all GPUs together.
+        drop_path: stochastic depth, rising linearly from 0 to this over the blocks.
+        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
+        snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
+        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them); `auto` takes bf16 on GPUs
+            and fp32 elsewhere.
+        ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw weights; null for none.
+        max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops and explains the last one.
+        optim: optimiser and schedule.
+    """
+
+    model: str
+    options: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
+    init: InitParams | None = None
+    data: str
+    seeds: tuple[int, ...] = bounded((0,), ge=0)
+    epochs: int = bounded(ge=1)
+    steps_per_epoch: int | None = bounded(None, ge=1)
+    batch_size: int = bounded(ge=1)
+    drop_path: float = bounded(ge=0, le=1)
+    evaluate_every: int = bounded(1, ge=1)
+    snapshot_epochs: tuple[int, ...] = bounded((), ge=0)
+    precision: Precision = "auto"
+    ema_decay: float | None = bounded(None, gt=0, le=1)
+    max_bad_steps: int = bounded(20, ge=1)
+    optim: OptimParams
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {list(self.seeds)}, expected one or more, each once")
+        for name, epochs in (("snapshot_epochs", self.snapshot_epochs), ("optim.milestones", self.optim.milestones)):
+            if late := [epoch for epoch in epochs if epoch > self.epochs]:
+                raise ValueError(f"{name}: {late[0]} is after the last epoch, {self.epochs}")
+        if reserved := set(RESERVED_OPTIONS) & set(self.options):
+            raise ValueError(f"options: {min(reserved)} follows from the data, from the transform or from drop_path; leave it out")
+
+    @property
+    def needs_even_parts(self) -> bool:
+        """Whether a forward pass in training takes an even number of images."""
+        return False
+
+    def with_seed(self, seed: int) -> Self:
+        """The same training with one seed."""
+        return dataclasses.replace(self, seeds=(seed,))
+
+    def with_epochs(self, epochs: int) -> Self:
+        """The same training over another number of epochs; milestones move in proportion, and later snapshots are left out."""
+        milestones = tuple(max(1, round(milestone * epochs / self.epochs)) for milestone in self.optim.milestones)
+        optim = dataclasses.replace(self.optim, milestones=milestones)
+        snapshots = tuple(epoch for epoch in self.snapshot_epochs if epoch <= epochs)
+        return dataclasses.replace(self, epochs=epochs, optim=optim, snapshot_epochs=snapshots)

@@ -1,0 +1,224 @@
+"""What a run reports while it trains: a JSON line per step, TensorBoard events, and the means of every few steps."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..core.errors import RunError, UserError
+from ..core.record import atomic
+
+_OURS = frozenset(["step", "epoch", "lr", "images", "skipped", "seconds", "data_wait_seconds", "not_finite"])
+_OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak_memory_mib", "mfu_percent"])
+
+
+class Watch:
+    """Watches the steps of one run; a context manager that is entered just before the first step.
+
+    With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (over all ranks), `skipped`, `seconds` (since
+    the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a number that is not finite is null and is named
+    in the list `not_finite`. The operating system has the line when `step` returns, so a state that is saved afterwards never gets
+    ahead of the file, and a resumed run ends with the lines of an uninterrupted one, apart from the times. TensorBoard gets the
+    means of each window as `train/<name>`.
+
+    Args:
+        folder, device: where `train.jsonl` and the TensorBoard events go (rank 0 alone writes); where the model lies.
+        jsonl, tensorboard: what is written. Lines need each step's numbers at once, so a GPU is waited for at every step.
+        flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), peak of one device; for MFU.
+        every: steps in a window; it ends where the step's number is a multiple. After a resume the first one may be shorter.
+        world_size, rank, clock: number of ranks, which this one is, and a function that gives seconds.
+        resumed_step: steps that an earlier process finished and saved; what was written about later ones is dropped.
+
+    Raises:
+        UserError: no TensorBoard is installed; on entering: a folder not writable, a damaged line before the last of `train.jsonl`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device | str,
+        jsonl: bool,
+        tensorboard: bool,
+        flop_per_image: float | None = None,
+        peak_flop_per_s: float | None = None,
+        every: int,
+        world_size: int = 1,
+        rank: int = 0,
+        resumed_step: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
+        self.world_size, self.resumed_step = world_size, resumed_step
+        self.jsonl, self.tensorboard = jsonl and rank == 0, tensorboard and rank == 0
+        self.flop_share = 3 * flop_per_image / (peak_flop_per_s * world_size) if flop_per_image and peak_flop_per_s else None
+        # every rank looks, so that all of them end with the error and none waits for a rank 0 that is gone
+        if tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise UserError("TensorBoard is not installed: python -m pip install -e '.[tensorboard]', or switch it off")
+        self._file = self._writer = None
+        self._run, self._window = Counter(), Counter()  # steps, skipped, images of all ranks, seconds, waited
+        self._pending: list[tuple[dict[str, float], tuple[str, ...], Tensor | None, bool]] = []
+        self._sums, self._terms = Counter(), Counter()  # by name, over the window's steps that were not skipped
+
+    def __enter__(self) -> "Watch":
+        try:
+            if self.jsonl:
+                self._file = _reopen(self.folder / "train.jsonl", self.resumed_step)
+            if self.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                # the purge step hides what an earlier process wrote about steps that are now done again
+                self._writer = SummaryWriter(str(self.folder), purge_step=self.resumed_step + 1)
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
+        if self.device.type == "cuda":  # a process trains several cells: the peak is to be this one's
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._since, self._waited = self.clock(), 0.0
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        # a run shorter than a window would leave no event; after an error the numbers may be out of reach, or come again
+        if kind is None and self._window["steps"]:
+            self._end_window(*self._last)
+        with contextlib.suppress(OSError):  # every line was flushed; what could not be written has been reported
+            for stream in filter(None, (self._writer, self._file)):
+                stream.close()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wrap the wait for the next batch; its time belongs to the step that follows."""
+        start = self.clock()
+        yield
+        self._waited += self.clock() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wrap work that is not training (evaluation, snapshots, saving); its time counts in no step and no speed."""
+        if self.device.type == "cuda":  # steps still under way belong before the pause
+            torch.cuda.synchronize(self.device)
+        start = self.clock()
+        yield
+        self._since += self.clock() - start
+
+    def step(
+        self, step: int, epoch: int, numbers: dict[str, float | Tensor], lr: float, images: int, skipped: bool = False
+    ) -> dict[str, float] | None:
+        """Count a finished step; to be called before its state is saved.
+
+        Args:
+            step, epoch, lr, images: finished steps of the whole run, this one included; its epoch, its rate, this rank's images.
+            numbers: floats or scalar tensors by name; those on the device are read at the window's end (`jsonl`: now), all at once.
+            skipped: the guard kept the step from the weights; it counts for speed and skip rate, not for the means.
+
+        Returns:
+            At the end of a window the means over its steps that were not skipped (a name that none of them has is absent), `lr` of
+            its last step, `img_per_s` of all ranks, `data_wait_percent` of this rank, `skip_rate_percent`, `peak_memory_mib` so
+            far (CUDA only), `mfu_percent` = 100 x 3 x flop_per_image x img_per_s / (peak_flop_per_s x world_size). Else None.
+
+        Raises:
+            RunError: what is to be written cannot be, e.g. because the disk is full.
+            ValueError: a number has a name of ours.
+        """
+        if clash := _OURS.intersection(numbers):
+            raise ValueError(f"numbers of a step cannot be named {', '.join(sorted(clash))}")
+        there = {k: v.detach() for k, v in numbers.items() if isinstance(v, Tensor) and v.device.type == self.device.type}
+        floats = {name: float(value) for name, value in numbers.items() if name not in there}
+        row = torch.stack(tuple(there.values())) if there else None  # a copy: a compiled step may write into its outputs again
+        self._pending.append((floats, tuple(there), row, skipped))
+        ends = step % self.every == 0
+        values = self._read_pending() if ends or self._file else {}
+        now = self.clock()  # after the read, which waits for the device: a window's time is that of its work
+        seconds, self._since, waited, self._waited = now - self._since, now, self._waited, 0.0
+        images, self._last = images * self.world_size, (step, lr)
+        self._window.update(steps=1, skipped=int(skipped), images=images, seconds=seconds, waited=waited)
+        try:
+            if self._file:
+                line = {"step": step, "epoch": epoch, "lr": lr, "images": images, "skipped": skipped, **values}
+                line |= {"seconds": seconds, "data_wait_seconds": waited}
+                not_finite = [name for name, value in line.items() if not math.isfinite(value)]
+                line |= {**dict.fromkeys(not_finite), "not_finite": not_finite} if not_finite else {}
+                self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+                self._file.flush()
+            return self._end_window(step, lr) if ends else None
+        except OSError as error:
+            raise RunError(f"{self.folder}: step {step} cannot be written: {error.strerror or error}") from None
+
+    def summary(self) -> dict[str, Any]:
+        """Totals since entering, of this process alone after a resume; `<name>_reason` explains each None.
+
+        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`, `peak_memory_mib`. They
+        differ from run to run (the counts, where a run was resumed), so they explain nothing and belong into run.json.
+        """
+        total = self._run + self._window
+        found = self._rates(total)
+        found |= {"throughput_img_per_s": found.get("img_per_s")}
+        reasons = dict.fromkeys(("throughput_img_per_s", "data_wait_percent", "skip_rate_percent"), "no step was timed")
+        reasons["peak_memory_mib"] = f"PyTorch keeps no peak of memory on {self.device.type}"
+        values = {name: found.get(name) for name in reasons} | {"skipped_steps": total["skipped"]}
+        return values | {f"{name}_reason": why for name, why in reasons.items() if values[name] is None}
+
+    def _read_pending(self) -> dict[str, float]:
+        """Add the steps not read so far to the window's sums, and return the last one's numbers."""
+        rows, values = [row for _, _, row, _ in self._pending if row is not None], {}
+        read = iter(torch.cat(rows).tolist() if rows else ())
+        for floats, names, _, skipped in self._pending:
+            values = floats | {name: next(read) for name in names}
+            self._sums.update({} if skipped else values)
+            self._terms.update(() if skipped else values.keys())
+        self._pending.clear()
+        return values
+
+    def _end_window(self, step: int, lr: float) -> dict[str, float]:
+        self._read_pending()
+        means = {name: total / self._terms[name] for name, total in self._sums.items()} | {"lr": lr} | self._rates(self._window)
+        self._run, self._window, self._sums, self._terms = self._run + self._window, Counter(), Counter(), Counter()
+        if self._writer:
+            for name, value in means.items():
+                self._writer.add_scalar(f"train/{name}", value, step)
+            self._writer.flush()
+        return means
+
+    def _rates(self, counts: Counter) -> dict[str, float]:
+        """The rates that are defined: without elapsed time there is no speed, and without steps no skip rate."""
+        found = {"skip_rate_percent": 100 * counts["skipped"] / counts["steps"]} if counts["steps"] else {}
+        if (seconds := counts["seconds"]) > 0:
+            found |= {"img_per_s": counts["images"] / seconds, "data_wait_percent": 100 * counts["waited"] / seconds}
+            found |= {"mfu_percent": 100 * self.flop_share * found["img_per_s"]} if self.flop_share else {}
+        if self.device.type == "cuda":
+            found["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+        return found
+
+
+def format_window(window: dict[str, float]) -> str:
+    """The means of a window, see `Watch.step`, as a line of progress."""
+    parts = [f"loss {window['loss']:.4f}" if "loss" in window else "no finite loss"]
+    parts.append(f"{window['img_per_s']:.0f} img/s, waited {window['data_wait_percent']:.0f} % for data")
+    if window["skip_rate_percent"]:
+        parts.append(f"{window['skip_rate_percent']:.0f} % of the steps skipped")
+    if "mfu_percent" in window:
+        parts.append(f"{window['mfu_percent']:.0f} % of the peak")
+    if "peak_memory_mib" in window:
+        parts.append(f"{window['peak_memory_mib']:.0f} MiB")
+    return ", ".join(parts)
+
+
+def _reopen(path: Path, step: int) -> BinaryIO:
+    """Open the file for more lines, after dropping the lines about steps after `step` and a last line that a crash cut short."""
+    lines, kept = path.read_bytes().splitlines() if path.exists() else [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise UserError(f"{path}: line {number} does not describe a step; move the file away") from None
+    with atomic(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+    return open(path, "ab")

@@ -1,0 +1,28 @@
+"""What the tests of all families share: small models, parameters away from their initial values, and a measure of error."""
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import repro.models  # noqa: F401  registers the models
+
+
+def nano(family: str, **options) -> nn.Module:
+    """A family's small model with ten classes, in eval mode; always the same weights."""
+    torch.manual_seed(0)
+    return timm.create_model(f"{family}_nano_patch16_144", **{"num_classes": 10, **options}).eval()
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """Move every parameter away from its initial value, so that zeros and ones hide nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return module
+
+
+def relative(ours: Tensor, truth: Tensor) -> float:
+    """The largest error as a share of the largest true value."""
+    assert ours.shape == truth.shape
+    return ((ours.double() - truth.double()).abs().max() / truth.double().abs().max()).item()

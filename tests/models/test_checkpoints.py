@@ -1,0 +1,272 @@
+"""Opening weights from anywhere, and starting a training from them: every key is accounted for, and what does not fit is one line."""
+
+import dataclasses
+import hashlib
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+import repro.models  # noqa: F401  registers the models
+from repro.core.errors import UserError
+from repro.models.backbone import insert_tokens, remove_tokens
+from repro.models.checkpoints import initialise, open_weights
+from repro.models.registry import build_model
+from repro.models.weights import save_weights
+
+FAMILIES = ("vittt", "vim", "vrwkv", "vit3", "deit")
+NANO, DEIT, SWIN = "vittt_nano_patch16_144", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"
+SMALL_SWIN = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+
+
+def train(path, name=NANO, *, classes=10, task=None, side=144, **options):
+    """The file that a training of random weights leaves, and its model."""
+    torch.manual_seed(1)
+    options = {**options, "num_classes": classes, "img_size": side}
+    model = build_model(name, **options)
+    names, preprocessing = [f"class {i}" for i in range(classes)], {**PREPROCESSING, "input_size": [3, side, side]}
+    save_weights(path, model, name=name, options=options, preprocessing=preprocessing, classes=names, task=task)
+    return model.eval()
+
+
+def publish(monkeypatch, tmp_path, name, tag, **options):
+    """Point timm's published weights of a model at a local file of random weights; its model."""
+    torch.manual_seed(1)
+    model = timm.create_model(name, **options)
+    save_file(model.state_dict(), tmp_path / "published.safetensors")
+    classes = options.get("num_classes", 1000)
+    local = {"file": str(tmp_path / "published.safetensors"), "url": "", "hf_hub_id": None, "num_classes": classes}
+    config = dataclasses.replace(timm.get_pretrained_cfg(f"{name}.{tag}"), **local)
+    registry = timm.models._registry
+    for key in (name, f"{name}.{tag}"):
+        monkeypatch.setitem(registry._model_pretrained_cfgs, key, config)
+    monkeypatch.setitem(registry._model_default_cfgs[name].cfgs, tag, config)
+    return model.eval()
+
+
+def test_a_file_of_this_project_names_everything_itself(tmp_path):
+    path = tmp_path / "own.safetensors"
+    model = train(path, chunk_size=8)
+    for found in (open_weights(path), open_weights(path, model=NANO)):
+        assert (found.name, found.model, found.task, found.path) == (NANO, NANO, None, path)
+        assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144} and found.size_option == {"img_size": 144}
+        assert found.facts == {"options": {"chunk_size": 8}} and found.classes[9] == "class 9" and found.num_classes == 10
+        assert found.preprocessing == PREPROCESSING and found.image_size == 144
+        assert found.hash == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    state = found.read_state()
+    assert state.keys() == model.state_dict().keys() and all(torch.equal(state[key], x) for key, x in model.state_dict().items())
+
+
+def test_an_official_file_at_its_own_size_and_at_another(tmp_path):
+    model = build_model("vrwkv_nano_patch16_144", num_classes=7).eval()
+    torch.nn.init.normal_(model.pos_embed)
+    theirs = {"blocks.": "layers.", "patch_embed.": "patch_embed.projection.", "norm.": "ln1."}
+    rename = {
+        key: next((theirs[start] + key.removeprefix(start) for start in theirs if key.startswith(start)), key) for key in model.state_dict()
+    }
+    torch.save({"state_dict": {rename[key]: x for key, x in model.state_dict().items()}}, tmp_path / "official.pth")
+    found = open_weights(tmp_path / "official.pth", model="vrwkv_nano_patch16_144")
+    assert (found.num_classes, found.classes, found.facts) == (7, None, {"options": {}, "weights_file": "official.pth"})
+    assert found.read_state().keys() == model.state_dict().keys()
+    image = torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(found.build(96)(image), model(image), rtol=1e-4, atol=1e-5)
+        assert torch.equal(found.build()(image), model(image))
+
+
+def test_published_weights_and_files_of_timms_layout(monkeypatch, tmp_path):
+    model = publish(monkeypatch, tmp_path, DEIT, "fb_in1k", num_classes=5, depth=12, img_size=224)
+    fetched = open_weights(None, model=DEIT)
+    assert (fetched.name, fetched.hash, fetched.path, fetched.num_classes) == (DEIT, "timm", None, 5)
+    assert fetched.facts == {"options": {}, "weights_tag": "fb_in1k", "weights_license": "apache-2.0"}
+    torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
+    file = open_weights(tmp_path / "deit.pth", model=f"{DEIT}.fb_in1k")
+    assert (file.name, file.model, file.num_classes) == (f"{DEIT}.fb_in1k", DEIT, 5)
+    assert file.facts == {"weights_file": "deit.pth"}  # no options: nobody knows what the file was trained on
+    image = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        for found in (fetched, file):
+            torch.testing.assert_close(found.build()(image), model(image))
+            assert found.build(64)(torch.randn(1, 3, 64, 64)).shape == (1, 5)  # its position embedding is resampled
+
+
+def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("convnext_xlarge", depths=(1, 1, 1, 1), dims=(4, 8, 8, 8), num_classes=3)
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    found = open_weights(tmp_path / "own.safetensors", model="convnext_xlarge")
+    assert found.num_classes == 3
+    state = found.read_state({"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 8)})
+    assert all(torch.equal(state[key], x) for key, x in model.state_dict().items()) and state.keys() == model.state_dict().keys()
+
+
+def test_a_model_for_one_size_is_resampled_for_another(tmp_path):
+    path = tmp_path / "deit.safetensors"
+    model = train(path, "deit_nano_patch16_144")
+    built = open_weights(path).build(96)
+    assert built(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
+    table = model.pos_embed[:, 1:].mT.reshape(1, 64, 9, 9)
+    expected = F.interpolate(table, size=(6, 6), mode="bicubic", antialias=True, align_corners=False).flatten(2).mT
+    torch.testing.assert_close(built.pos_embed[:, 1:], expected)
+    assert torch.equal(built.pos_embed[:, :1], model.pos_embed[:, :1])
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "message"),
+    [
+        (lambda path: path.unlink(), None, "no such weights file"),
+        (cut, None, "not a readable safetensors file"),
+        (None, "vim_nano_patch16_144", "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), None, "it does not name its model"),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), NANO, "for vittt_nano_patch16_144 no official weights are known"),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), "vit3_nano_patch16", "did you mean 'vit3_nano_patch16_144'"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(tmp_path, change, model, message):
+    path = tmp_path / "w.safetensors"
+    train(path)
+    if change:
+        change(path)
+    with pytest.raises(UserError, match=message) as caught:
+        open_weights(path, model=model)
+    assert "\n" not in str(caught.value)
+
+
+def test_dense_models_and_bare_backbones_are_not_classifiers(tmp_path):
+    train(tmp_path / "dense.safetensors", task={"name": "detect"})
+    with pytest.raises(UserError, match="a model for the task 'detect', expected a classifier"):
+        open_weights(tmp_path / "dense.safetensors").build()
+    torch.save({"patch_embed.proj.bias": torch.zeros(64)}, tmp_path / "headless.pth")
+    headless = open_weights(tmp_path / "headless.pth", model="vit3_nano_patch16_144")
+    assert headless.num_classes is None
+    with pytest.raises(UserError, match="a backbone without its head, expected a classifier"):
+        headless.build()
+
+
+def heads(name):
+    return ("fc.",) if "resnet" in name else ("head.fc.",) if "swin" in name else ("head.",)
+
+
+CASES = [(f"{family}_nano_patch16_144", {}) for family in FAMILIES]
+CASES += [("resnet_nano", {}), (NANO, {"pool": "double", "w0": "frozen"}), (SWIN, SMALL_SWIN)]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_initialise_with_other_classes_leaves_the_head_new(tmp_path, name, options):
+    side = 96 if name == SWIN else 144
+    source = train(tmp_path / "w.safetensors", name, side=side, **options).state_dict()
+    torch.manual_seed(2)
+    model = build_model(name, **options, num_classes=4, img_size=side, drop_path_rate=0.1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    report = initialise(model, open_weights(tmp_path / "w.safetensors"))
+    own = model.state_dict()
+    head = {key for key in own if key.startswith(heads(name))}
+    assert len(head) == 2 and {key for key, line in report.items() if line == "expected: new"} == head
+    # the file's head has the names of the model's, which are reported as new
+    assert {key for key, line in report.items() if line == "used"} == set(source) - head and set(report) == set(source)
+    assert all(torch.equal(own[key], before[key]) for key in head)
+    assert all(torch.equal(own[key], source[key]) for key in set(source) - head)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, options):
+    side = 96 if name == SWIN else 144
+    source = train(tmp_path / "w.safetensors", name, side=side, **options)
+    torch.manual_seed(2)
+    model = build_model(name, **options, num_classes=10, img_size=side).eval()
+    assert set(initialise(model, open_weights(tmp_path / "w.safetensors")).values()) == {"used"}
+    image = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        assert torch.equal(model(image), source(image))
+
+
+@pytest.mark.parametrize(("family", "options"), [("vittt", {}), ("vrwkv", {}), ("vim", {}), ("vittt", {"pool": "mid"})])
+def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, options):
+    name = f"{family}_nano_patch16_144"
+    source = train(tmp_path / "w.safetensors", name, **options)
+    torch.nn.init.normal_(source.pos_embed)
+    saved = {"options": {**options, "num_classes": 10, "img_size": 144}, "preprocessing": PREPROCESSING, "classes": list("0123456789")}
+    save_weights(tmp_path / "w.safetensors", source, name=name, **saved)
+    model = build_model(name, **options, num_classes=10, img_size=96)
+    report = initialise(model, open_weights(tmp_path / "w.safetensors"))
+    shared = source.prefix_positions(81) if family == "vim" else ()  # of Vim, the class token's row stays its own
+    patches = remove_tokens(source.pos_embed, shared).mT.reshape(1, 64, 9, 9)
+    expected = F.interpolate(patches, size=(6, 6), mode="bicubic", align_corners=False).flatten(2).mT
+    expected = insert_tokens(expected, source.pos_embed[:, list(shared)], model.prefix_positions(36) if shared else ())
+    torch.testing.assert_close(model.pos_embed, expected)
+    assert report["pos_embed"] == "used"
+
+
+def test_initialise_resamples_what_timms_models_have(tmp_path):
+    train(tmp_path / "deit.safetensors", "deit_nano_patch16_144")
+    model = build_model("deit_nano_patch16_144", num_classes=10, img_size=96)
+    assert initialise(model, open_weights(tmp_path / "deit.safetensors"))["pos_embed"] == "used" and model.pos_embed.shape == (1, 37, 64)
+    train(tmp_path / "swin.safetensors", SWIN, side=96, **SMALL_SWIN)  # windows of 7, 7, 6 and 3
+    model = build_model(SWIN, **SMALL_SWIN, num_classes=10, img_size=224)
+    assert set(initialise(model, open_weights(tmp_path / "swin.safetensors")).values()) == {"used"}
+    assert model(torch.zeros(1, 3, 224, 224)).shape == (1, 10)
+
+
+def test_initialise_from_published_weights(monkeypatch, tmp_path):
+    source = publish(monkeypatch, tmp_path, DEIT, "fb_in1k", num_classes=5)
+    model = build_model(DEIT, num_classes=3, img_size=64)
+    report = initialise(model, open_weights(None, model=DEIT))
+    assert report["head.weight"] == "expected: new" and report["pos_embed"] == "used"
+    assert torch.equal(model.blocks[3].attn.qkv.weight, source.blocks[3].attn.qkv.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vim_nano_patch16_144", {}, "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
+        (NANO, {"pool": "max"}, "built with no options, but it is wanted with {'pool': 'max'}"),
+        (NANO, {"chunk_size": 8}, "but it is wanted with {'chunk_size': 8}"),
+    ],
+)
+def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, name, options, message):
+    train(tmp_path / "w.safetensors")
+    model = build_model(name, **options, num_classes=10, img_size=144)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=message):
+        initialise(model, open_weights(tmp_path / "w.safetensors"))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda state: state.pop("blocks.1.mixer.W0"), r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$"),
+        (lambda state: state.update(spare=torch.zeros(1)), "spare not used$"),
+        (lambda state: state.update({"norm.bias": torch.zeros(7)}), r"norm\.bias is \(7,\), expected \(64,\)$"),
+    ],
+)
+@pytest.mark.parametrize("classes", [10, 4])
+def test_initialise_refuses_damaged_weights_and_changes_nothing(tmp_path, spoil, message, classes):
+    state = train(tmp_path / "w.safetensors").state_dict()
+    spoil(state)
+
+    class Holder:
+        def state_dict(self):
+            return state
+
+    options = {"num_classes": 10, "img_size": 144}
+    names = [f"class {i}" for i in range(10)]
+    save_weights(tmp_path / "w.safetensors", Holder(), name=NANO, options=options, preprocessing=PREPROCESSING, classes=names)
+    model = build_model(NANO, num_classes=classes, img_size=144)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=message):
+        initialise(model, open_weights(tmp_path / "w.safetensors"))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_initialise_refuses_a_detector(tmp_path):
+    train(tmp_path / "dense.safetensors", task={"name": "detect"})
+    with pytest.raises(UserError, match="expected a classifier"):
+        initialise(build_model(NANO, num_classes=10, img_size=144), open_weights(tmp_path / "dense.safetensors"))

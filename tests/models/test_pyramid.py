@@ -1,0 +1,316 @@
+"""Pyramids of plain and of hierarchical backbones: channels, strides, layers, and weights of which every key is accounted for."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from timm.optim._param_groups import param_groups_layer_decay
+
+import repro.models  # noqa: F401  registers the models
+from repro.core.errors import UserError
+from repro.models.adapter import ViTAdapter
+from repro.models.checkpoints import open_weights
+from repro.models.pyramid import NativePyramid, build_pyramid, load_backbone
+from repro.models.weights import save_weights
+from tests.models.helpers import shaken
+
+PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+NANO = "vittt_nano_patch16_144"
+SWIN, CONVNEXT = "swin_tiny_patch4_window7_224", "convnext_tiny"
+SMALL_SWIN = {"embed_dim": 8, "depths": (1, 2, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4}
+SMALL_CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 12, 16, 24)}
+NATIVE = [
+    (SWIN, SMALL_SWIN, (8, 16, 32, 64)),
+    (CONVNEXT, SMALL_CONVNEXT, (8, 12, 16, 24)),
+    ("resnet_nano", {}, (8, 16, 32, 64)),
+    ("swinv2_tiny_window8_256", SMALL_SWIN, (8, 16, 32, 64)),
+]
+
+
+def trained(folder: Path, name: str = NANO, **options) -> tuple[Path, torch.nn.Module]:
+    """What a classification run leaves behind."""
+    torch.manual_seed(1)
+    model = timm.create_model(name, num_classes=10, **options)
+    path = folder / "weights.safetensors"
+    options = {**options, "num_classes": 10, "img_size": 144}
+    save_weights(path, model, name=name, options=options, preprocessing=PREPROCESSING, classes=list("0123456789"))
+    return path, model
+
+
+def native(name: str, options: dict, **kwargs) -> NativePyramid:
+    torch.manual_seed(0)
+    return build_pyramid(name, options=options, **kwargs).eval()
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), [*NATIVE, (NANO, {}, (64,) * 4), ("deit_nano_patch16_144", {}, (64,) * 4)])
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (70, 90)])
+def test_channels_and_strides(name, options, channels, height, width):
+    """Images that are no multiples of 32 are padded: 70 x 90 pixels give the maps of 96 x 96."""
+    pyramid = build_pyramid(name, options=options).eval()
+    assert pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
+    assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid) and pyramid.built_from == (name, options)
+    image = torch.randn(2, 3, height, width)
+    padded = F.pad(image, (0, -width % 32, 0, -height % 32))
+    with torch.no_grad():
+        maps, of_padded = pyramid(image), pyramid(padded)
+    h, w = padded.shape[-2:]
+    assert [tuple(m.shape) for m in maps] == [(2, c, h // s, w // s) for c, s in zip(channels, (4, 8, 16, 32), strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(maps, of_padded, strict=True))
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+def test_native_maps_are_timms_with_a_norm(name, options, channels):
+    """timm's own `features_only` model of the same weights, built for this size and with full windows, before our norms."""
+    pyramid = native(name, options)
+    size = {"img_size": 128, "always_partition": True} if "swin" in name else {}
+    theirs = timm.create_model(name, **options, **size, features_only=True, feature_cls="getter", out_indices=pyramid.indices).eval()
+    own = {f"model.{key}": value for key, value in pyramid.backbone.state_dict().items()}
+    theirs.load_state_dict(own | {key: value for key, value in theirs.state_dict().items() if "head." in key})
+    image = torch.randn(1, 3, 128, 128)
+    with torch.no_grad():
+        for found, norm, expected in zip(pyramid(image), pyramid.norms, theirs(image), strict=True):
+            mean, var = expected.mean(1, keepdim=True), expected.var(1, keepdim=True, correction=0)
+            torch.testing.assert_close(found, (expected - mean) / (var + norm.eps).sqrt(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+def test_every_native_parameter_gets_a_gradient_and_a_frozen_backbone_none(name, options, channels):
+    image = torch.randn(2, 3, 64, 96)
+    for frozen in (False, True):
+        pyramid = shaken(native(name, options, drop_path_rate=0.1, freeze_backbone=frozen)).train()
+        assert pyramid.backbone.training != frozen and not (frozen and any(m.training for m in pyramid.backbone.modules()))
+        sum((m * torch.randn_like(m)).sum() for m in pyramid(image)).backward()
+        trained = {name for name, p in pyramid.named_parameters() if p.grad is not None and p.grad.any()}
+        assert trained == {name for name, _ in pyramid.named_parameters() if not frozen or name.startswith("norms.")}
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+def test_recomputing_native_blocks_changes_nothing(name, options, channels):
+    pyramid, gradients = shaken(native(name, options)).train(), []
+    for module in pyramid.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.eval()  # their statistics would see each batch twice
+    image = torch.randn(2, 3, 64, 64)
+    for enable in (False, True):
+        pyramid.set_grad_checkpointing(enable)
+        pyramid.zero_grad()
+        sum(m.square().sum() for m in pyramid(image)).backward()
+        gradients.append([p.grad.clone() for p in pyramid.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE[:2])
+def test_native_pyramids_compile_into_one_graph(name, options, channels):
+    pyramid, image = shaken(native(name, options)), torch.randn(1, 3, 40, 64)
+    with torch.no_grad():
+        compiled = torch.compile(pyramid, fullgraph=True, backend="aot_eager")(image)
+        for a, b in zip(compiled, pyramid(image), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Model(torch.nn.Module):
+    """A dense model around a pyramid."""
+
+    def __init__(self, pyramid):
+        super().__init__()
+        self.backbone, self.head = pyramid, torch.nn.Linear(3, 3)
+
+    def group_matcher(self, coarse=False):
+        return self.backbone.group_matcher(coarse, prefix="backbone.")
+
+
+def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
+    """By hand: the embedding, five groups (a stage's merging counts as its first block) in order, and everything else at the full rate."""
+    model = Model(native(SWIN, SMALL_SWIN))
+    scales = {id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]}
+    found = {name: scales[id(p)] for name, p in model.named_parameters()}
+    layers = ["patch_embed", "layers.0.blocks.0", "layers.1.blocks.0", "layers.1.blocks.1", "layers.2.blocks.0", "layers.2.blocks.1"]
+    layers += ["layers.3.blocks.0"]
+    for number, layer in enumerate(layers):
+        own = {scale for name, scale in found.items() if name.startswith(f"backbone.backbone.{layer}.")}
+        assert own == {0.5 ** (len(layers) - number)}, layer
+    merging = {found[f"backbone.backbone.layers.{i}.downsample.reduction.weight"] for i in (1, 2, 3)}
+    assert merging == {0.5**5, 0.5**3, 0.5**1}
+    assert {scale for name, scale in found.items() if name.startswith(("backbone.norms", "head"))} == {1.0}
+
+
+def test_exemptions_from_weight_decay_are_the_backbones():
+    pyramid = native(SWIN, SMALL_SWIN)
+    tables = {name for name, _ in pyramid.named_parameters() if name.endswith("relative_position_bias_table")}
+    assert pyramid.no_weight_decay() == tables and len(tables) == 6
+    assert native("resnet_nano", {}).no_weight_decay() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("xcit_nano_12_p16_224", {}, "its maps have the strides 16; a pyramid also needs 4"),
+        ("hrnet_w18_small", {}, "neither a plain backbone nor one with timm's forward_intermediates"),
+        ("swin_tiny_patch4_window7_22", {}, "did you mean 'swin_tiny_patch4_window7_224'"),
+        (SWIN, {"embed_dim": 9, "num_heads": 4}, "swin_tiny_patch4_window7_224: cannot be built with"),
+    ],
+)
+def test_what_is_no_pyramid_is_one_line(name, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        build_pyramid(name, options=options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_size_that_a_swin_does_not_take_is_one_line():
+    pyramid = native(SWIN, {**SMALL_SWIN, "strict_img_size": True, "img_size": 64})
+    pyramid(torch.zeros(1, 3, 64, 64))
+    with pytest.raises(UserError, match=r"SwinTransformer does not take images of 96x64 pixels: Input height \(96\)") as caught:
+        pyramid(torch.zeros(1, 3, 90, 64))
+    assert "\n" not in str(caught.value)
+
+
+def test_layer_decay_without_a_matcher_is_one_line(monkeypatch):
+    monkeypatch.delattr(timm.models.resnet.ResNet, "group_matcher")
+    with pytest.raises(UserError, match="ResNet does not say which layers it has"):
+        native("resnet_nano", {}).group_matcher()
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+@pytest.mark.parametrize("kind", ["own", "timm"])
+def test_every_key_of_a_classifier_is_accounted_for_in_a_native_pyramid(tmp_path, name, options, channels, kind):
+    if kind == "own":
+        path, model = trained(tmp_path, name, **options)
+    else:
+        torch.manual_seed(1)
+        model, path = timm.create_model(name, num_classes=10, **options), tmp_path / "theirs.pth"
+        torch.save({"model": model.state_dict()}, path)
+    pyramid = build_pyramid(name, options=options)
+    report = load_backbone(pyramid, open_weights(path, model=name))
+    state, own = model.state_dict(), pyramid.backbone.state_dict()
+    not_needed = {key for key in state if key.startswith(("norm.", "head.", "fc."))}
+    assert not_needed and {key for key in state if report[key] == "used"} == set(state) - not_needed == set(own)
+    assert {key for key in state if report[key] == "expected: not needed"} == not_needed
+    assert {key for key, line in report.items() if line == "expected: new"} == {
+        f"norms.{i}.{part}" for i in range(4) for part in ("weight", "bias")
+    }
+    assert all(torch.equal(own[key], state[key]) for key in own)
+
+
+def test_a_swin_of_smaller_images_is_resampled_to_full_windows(tmp_path):
+    """Trained at 64 pixels, its last two stages have windows of 4 and 2."""
+    path, _ = trained(tmp_path, SWIN, **SMALL_SWIN, img_size=64)
+    metadata = {"options": {**SMALL_SWIN, "num_classes": 10, "img_size": 64}, "classes": list("0123456789")}
+    model = timm.create_model(SWIN, **metadata["options"])
+    save_weights(path, model, name=SWIN, preprocessing=PREPROCESSING | {"input_size": [3, 64, 64]}, **metadata)
+    pyramid = build_pyramid(SWIN, options=SMALL_SWIN)
+    report = load_backbone(pyramid, open_weights(path, model=SWIN))
+    key = "layers.3.blocks.0.attn.relative_position_bias_table"
+    assert model.state_dict()[key].shape == (9, 2) and pyramid.backbone.state_dict()[key].shape == (49, 2) and report[key] == "used"
+
+
+def test_damaged_native_weights_leave_the_pyramid_as_it_was(tmp_path):
+    path, model = trained(tmp_path, CONVNEXT, **SMALL_CONVNEXT)
+    state = model.state_dict()
+    del state["stages.1.blocks.0.mlp.fc1.weight"]
+    save_file(state, tmp_path / "theirs.safetensors")
+    pyramid = build_pyramid(CONVNEXT, options=SMALL_CONVNEXT)
+    before = {key: value.clone() for key, value in pyramid.state_dict().items()}
+    for file, options, message in (
+        (tmp_path / "theirs.safetensors", SMALL_CONVNEXT, "weights cannot be loaded: .*Missing key.*stages.1.blocks.0.mlp.fc1.weight"),
+        (path, {}, "built with .*, but it is wanted with none"),
+    ):
+        with pytest.raises(UserError, match=message):
+            pyramid.built_from = CONVNEXT, options
+            load_backbone(pyramid, open_weights(file, model=CONVNEXT))
+        assert all(torch.equal(value, before[key]) for key, value in pyramid.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((f"{family}_nano_patch16_144", {}) for family in ("vittt", "vim", "vrwkv", "vit3", "deit")),
+        (NANO, {"pool": "double", "design": "dual", "w0": "frozen"}),
+    ],
+)
+def test_every_key_is_accounted_for(tmp_path, name, options):
+    path, model = trained(tmp_path, name, **options)
+    adapter = build_pyramid(name, options=options)
+    report = load_backbone(adapter, open_weights(path, model=name))
+    state, own = model.state_dict(), adapter.trunk.state_dict()
+    not_needed = {key for key in state if key.startswith(("norm.", "head."))} | ({"cls_token"} if "deit" in name else set())
+    new_scales = {f"backbone.model.blocks.{i}.ls{j}.gamma" for i in range(4) for j in (1, 2)} if "deit" in name else set()
+    assert {key for key in state if report[key] == "used"} == set(state) - not_needed
+    assert {key for key in state if report[key] == "expected: not needed"} == not_needed
+    new = {key for key, line in report.items() if line == "expected: new"}
+    assert new == {key for key in adapter.state_dict() if not key.startswith("backbone.")} | new_scales
+    assert Counter(report.values()).keys() == {"used", "expected: not needed", "expected: new"}
+    assert all(torch.equal(own[key], state[key]) for key in state if report[key] == "used")
+
+
+def test_the_tokens_are_those_of_the_trained_model(tmp_path):
+    path, model = trained(tmp_path)
+    adapter, image, found = build_pyramid(NANO).eval(), torch.randn(1, 3, 160, 96), []
+    load_backbone(adapter, open_weights(path))
+    adapter.trunk.blocks[-1].register_forward_hook(lambda module, args, out: found.append(out))
+    with torch.no_grad():
+        adapter(image)
+        expected = model.eval().forward_intermediates(image, 1, output_fmt="NLC", intermediates_only=True)[0]
+    assert torch.equal(found[0], expected)
+
+
+def test_timms_weights(tmp_path):
+    model = timm.create_model("deit_nano_patch16_144", num_classes=1000)
+    adapter = build_pyramid("deit_nano_patch16_144")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
+    for name in ("model.safetensors", "model.pth"):
+        report = load_backbone(adapter, open_weights(tmp_path / name, model="deit_nano_patch16_144"))
+        assert report["cls_token"] == "expected: not needed" and report["pos_embed"] == "used"
+        assert torch.equal(adapter.trunk.pos_embed, model.pos_embed)
+
+
+def test_official_weights_under_their_own_names(tmp_path):
+    model = timm.create_model("vrwkv_nano_patch16_144", num_classes=1000)
+    theirs = {"blocks.": "layers.", "patch_embed.": "patch_embed.projection.", "norm.": "ln1."}
+    state = {}
+    for key, value in model.state_dict().items():
+        start = next((start for start in theirs if key.startswith(start)), "")
+        state[theirs.get(start, "") + key.removeprefix(start)] = value
+    torch.save({"state_dict": state}, tmp_path / "official.pth")
+    adapter = build_pyramid("vrwkv_nano_patch16_144")
+    report = load_backbone(adapter, open_weights(tmp_path / "official.pth", model="vrwkv_nano_patch16_144"))
+    assert report["norm.weight"] == "expected: not needed" and report["blocks.3.att.key.weight"] == "used"
+    assert torch.equal(adapter.trunk.blocks[3].att.key.weight, model.blocks[3].att.key.weight)
+
+
+def lost_key(path, key="blocks.1.attn.qkv.weight", **options):
+    state = timm.create_model("deit_nano_patch16_144", **options).state_dict()
+    del state[key]
+    save_file(state, path)
+
+
+@pytest.mark.parametrize(
+    "name, options, change, message",
+    [
+        (NANO, {}, lambda path: path.unlink(), "no such weights file"),
+        (NANO, {}, lambda path: path.write_bytes(b""), "not a readable safetensors file"),
+        (NANO, {}, lambda path: path.write_bytes(path.read_bytes()[:-1]), "not a readable safetensors file"),
+        (NANO, {}, lambda path: save_file({"x": torch.zeros(1)}, path), "for vittt_nano_patch16_144 no official weights are known"),
+        ("vim_nano_patch16_144", {}, None, "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
+        (NANO, {"chunk_size": 8}, None, "built with no options, but it is wanted with {'chunk_size': 8}"),
+        (NANO, {"pool": "max"}, None, "but it is wanted with {'pool': 'max'}"),
+        (NANO, {"img_size": 96}, None, r"pos_embed is \(1, 81, 64\), expected \(1, 36, 64\); build it"),
+        ("deit_nano_patch16_144", {}, lost_key, "blocks.1.attn.qkv.weight missing"),
+        ("deit_nano_patch16_144", {}, lambda path: lost_key(path, "blocks.2.ls1.gamma", init_values=0.1), "blocks.2.ls1.gamma missing"),
+        ("deit_nano_patch16_144", {}, lambda path: save_file({"x": torch.zeros(1)}, path), "pos_embed missing; .*; and 49 more"),
+    ],
+)
+def test_what_is_refused_leaves_the_adapter_as_it_was(tmp_path, name, options, change, message):
+    path, _ = trained(tmp_path)
+    if change:
+        change(path)
+    adapter = build_pyramid(name, options=options)
+    before = {key: value.clone() for key, value in adapter.state_dict().items()}
+    with pytest.raises(UserError, match=message):
+        load_backbone(adapter, open_weights(path, model=name))
+    assert all(torch.equal(value, before[key]) for key, value in adapter.state_dict().items())

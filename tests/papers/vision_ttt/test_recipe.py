@@ -1,0 +1,282 @@
+"""The resolved recipe by hand arithmetic; departures against the paper's Appendix D, DeiT's augmentation and Swin's config.py."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from timm.data import create_transform
+from torch import nn
+
+from repro.core.config import load_section
+from repro.papers.vision_ttt.recipe import departures, lines, resolve
+from repro.tasks.classification.params import ClassifierParams
+from repro.training.optim import build_optimizer, build_schedule
+from repro.training.params import OptimParams
+
+ROOT = Path(__file__).parents[3]
+IMAGENET = 1281167
+PAPER_CELLS = ["vittt_tiny_imagenet", "vittt_small_imagenet", "vittt_base_imagenet"]
+SIZES = "vittt_tiny_patch16_224, vittt_small_patch16_224, vittt_base_patch16_224"
+SILENT = ", which the paper does not state"
+
+
+def cell(name="vittt_tiny_imagenet", profile="paper"):
+    return dataclasses.asdict(load_section(ClassifierParams, ROOT / "profiles" / f"{profile}.yaml", "pretrain", name))
+
+
+def change(params, changes):
+    """A copy with other values at dotted keys."""
+    changed = copy.deepcopy(params)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        place = changed
+        for section in sections:
+            place = place[section]
+        place[last] = value
+    return changed
+
+
+def resolved(params, *, train_images=IMAGENET, dtype=None, world_size=1, accumulate=1, micro_batch=None):
+    micro = micro_batch or params["batch_size"] // world_size // accumulate
+    facts = {"device": "cpu", "dtype": dtype or params["precision"], "backend": "torch", "train_images": train_images}
+    return resolve(params, world_size=world_size, micro_batch=micro, accumulate=accumulate, **facts)
+
+
+def departing(params, **facts):
+    return departures(params, resolved(params, **facts))
+
+
+# --- what is resolved
+
+
+def test_paper_recipe_by_hand():
+    recipe = resolved(cell(), world_size=8, accumulate=2, micro_batch=64)
+    assert recipe["batch"] == {"total": 1024, "world_size": 8, "micro_batch": 64, "accumulate": 2}
+    assert recipe["steps"] == {"per_epoch": 1251, "warmup": 25020, "total": 375300}  # 1281167 = 1251 * 1024 + 143
+    assert recipe["learning_rate"] == pytest.approx({"first": 1e-6, "peak": 1e-3, "final": 1e-5})
+    optimizer = recipe["optimizer"]
+    assert "no_weight_decay()" in optimizer.pop("exempt_from_weight_decay")
+    assert optimizer == {"name": "AdamW", "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.05, "clip_grad_norm": 5}
+    assert recipe["model"] == "vittt_tiny_patch16_224" and recipe["options"] == {} and recipe["drop_path"] == 0.1
+    assert recipe["ema_decay"] is None and recipe["seed"] == 0 and recipe["epochs"] == 300
+    assert recipe["data"] == {"cell": "imagenet", "train_images": IMAGENET}
+    assert recipe["transform"]["auto_augment"] == "rand-m9-mstd0.5-inc1" and recipe["mix"]["cutmix"] == 1
+    assert recipe["precision"] == {"dtype": "bf16", "device": "cpu", "backend": "torch"}
+    assert list(recipe["inactive"]) == ["transform.color_jitter"]
+
+
+@pytest.mark.parametrize("batch, factor", [(4096, 4), (512, 0.5), (1000, 1000 / 1024)])
+def test_rates_scale_linearly_with_the_batch(batch, factor):
+    rates = resolved(change(cell(), {"batch_size": batch}))["learning_rate"]
+    assert rates == pytest.approx({"first": 1e-6 * factor, "peak": 1e-3 * factor, "final": 1e-5 * factor})
+
+
+def test_recipe_survives_json():
+    recipe = resolved(cell())
+    assert json.loads(json.dumps(recipe, allow_nan=False)) == recipe
+
+
+@pytest.mark.parametrize("world_size, micro_batch, accumulate", [(3, 341, 1), (8, 64, 1), (1, 1024, 2)])
+def test_batch_that_does_not_come_out_is_refused(world_size, micro_batch, accumulate):
+    made = world_size * micro_batch * accumulate
+    with pytest.raises(ValueError, match=f"^batch_size: 1024, but {world_size} ranks .* make {made}$"):
+        resolved(cell(), world_size=world_size, micro_batch=micro_batch, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 1, 2, 5])
+def test_engine_does_what_the_recipe_says(warmup_epochs):
+    params = change(cell(), {"epochs": 2, "optim.warmup_epochs": warmup_epochs, "batch_size": 512})
+    recipe = resolved(params, train_images=512 * 7 + 3)
+    assert recipe["steps"] == {"per_epoch": 7, "warmup": 7 * min(warmup_epochs, 2), "total": 14}
+    optim = OptimParams(**params["optim"])
+    optimizer = build_optimizer(nn.Linear(2, 2), optim, 512)
+    schedule = build_schedule(optimizer, optim, 512, 2, 7)
+    rates = []
+    for step in range(15):
+        schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert recipe["learning_rate"] == pytest.approx({"first": rates[0], "peak": max(rates), "final": rates[-1]})
+    assert rates.index(max(rates)) == recipe["steps"]["warmup"]
+
+
+@pytest.mark.parametrize("augment, active", [("rand-m9-mstd0.5-inc1", False), ("rand-m9-mstd0.5-inc1-t3a", True), (None, True)])
+def test_colour_jitter_is_inactive_when_timm_leaves_it_out(augment, active):
+    steps = create_transform(32, is_training=True, color_jitter=0.4, auto_augment=augment).transforms
+    assert any(type(step).__name__ == "ColorJitter" for step in steps) == active
+    params = change(cell(), {"transform.color_jitter": 0.4, "transform.auto_augment": augment})
+    assert ("transform.color_jitter" not in resolved(params)["inactive"]) == active
+    assert any(line.startswith("transform.color_jitter: 0.4, Swin's default is none") for line in departing(params)) == active
+
+
+# --- where it departs
+
+
+@pytest.mark.parametrize("name", PAPER_CELLS)
+@pytest.mark.parametrize("world_size, accumulate", [(1, 1), (8, 1), (2, 4)])
+def test_paper_profile_departs_nowhere(name, world_size, accumulate):
+    assert departing(cell(name), world_size=world_size, accumulate=accumulate) == []
+
+
+def test_mini_profile_by_hand():
+    """Read off profiles/mini.yaml beside the recipe tables of the specification."""
+    expected = {
+        f"model: vittt_nano_patch16_144, the paper has {SIZES}",
+        "data: digits (1,438 training images), the paper has ImageNet-1K (1,281,167)",
+        "epochs: 7, the paper has 300",
+        "batch_size: 32, the paper has 1024",
+        "optim.lr: 0.002 at batch 32, the paper has 0.001 at batch 1024",
+        f"optim.warmup_lr: 1e-05 at batch 32, Swin's default is 1e-06 at batch 1024{SILENT}",
+        f"optim.min_lr: 1e-05 at batch 32, Swin's default is 1e-05 at batch 1024{SILENT}",
+        "optim.warmup_epochs: 1, the paper has 20",
+        f"drop_path: 0, Swin's default is 0.1{SILENT}",
+        f"precision: fp32, Swin's default is fp16 autocast{SILENT}",
+        "mix.mixup: 0, the paper has DeiT's 0.8",
+        "mix.cutmix: 0, the paper has DeiT's 1",
+        "transform.image_size: 144, the paper has 224",
+        "transform.scale: [0.7, 1], the paper has DeiT's [0.08, 1]",
+        "transform.ratio: [0.85, 1.18], the paper has DeiT's [0.75, 1.33333]",
+        "transform.hflip: 0, the paper has DeiT's 0.5",
+        "transform.auto_augment: none, the paper has DeiT's rand-m9-mstd0.5-inc1",
+        "transform.re_prob: 0, the paper has DeiT's 0.25",
+        f"transform.crop_pct: 1, Swin's default is 0.875{SILENT}",
+    }
+    found = departing(cell("vittt_nano_digits", "mini"), train_images=1438)
+    assert set(found) == expected and len(found) == len(expected)
+
+
+SINGLE = [
+    ("model", "deit_tiny_patch16_224", f"deit_tiny_patch16_224, the paper has {SIZES}"),
+    ("options.design", "conv1d", "conv1d, the paper has conv2d (and varies it in its ablations)"),
+    ("options.pool", "mid", "mid, the paper has mean (and varies it in its ablations)"),
+    ("options.chunk_size", 64, "64, the paper has 16 (and varies it in its ablations)"),
+    ("options.w0", "frozen", "frozen, the paper has per_direction (and varies it in its ablations)"),
+    ("options.depth", 6, "6, the paper has the model's own"),
+    ("data", "digits", "digits (1,281,167 training images), the paper has ImageNet-1K (1,281,167)"),
+    ("seeds", (3,), f"[3], Swin's default is [0]{SILENT}"),
+    ("epochs", 60, "60, the paper has 300"),
+    ("batch_size", 512, "512, the paper has 1024"),
+    ("drop_path", 0.2, f"0.2, Swin's default is 0.1{SILENT}"),
+    ("precision", "fp32", f"fp32, Swin's default is fp16 autocast{SILENT}"),
+    ("ema_decay", 0.9996, f"0.9996, Swin's default is none{SILENT}"),
+    ("optim.lr", 5e-4, "0.0005 at batch 1024, the paper has 0.001 at batch 1024"),
+    ("optim.warmup_lr", 0.0, f"0 at batch 1024, Swin's default is 1e-06 at batch 1024{SILENT}"),
+    ("optim.min_lr", 1e-6, f"1e-06 at batch 1024, Swin's default is 1e-05 at batch 1024{SILENT}"),
+    ("optim.lr_batch_size", 512, "512, the paper has 1024"),
+    ("optim.weight_decay", 0.1, "0.1, the paper has 0.05"),
+    ("optim.betas", (0.9, 0.95), f"[0.9, 0.95], Swin's default is [0.9, 0.999]{SILENT}"),
+    ("optim.eps", 1e-6, f"1e-06, Swin's default is 1e-08{SILENT}"),
+    ("optim.warmup_epochs", 5, "5, the paper has 20"),
+    ("optim.warmup_epochs", 0, "0, the paper has 20"),
+    ("optim.clip_grad_norm", None, f"none, Swin's default is 5{SILENT}"),
+    ("optim.clip_grad_norm", 1.0, f"1, Swin's default is 5{SILENT}"),
+    ("mix.mixup", 0.2, "0.2, the paper has DeiT's 0.8"),
+    ("mix.mixup", 0.0, "0, the paper has DeiT's 0.8"),
+    ("mix.cutmix", 0.0, "0, the paper has DeiT's 1"),
+    ("mix.prob", 0.5, "0.5, the paper has DeiT's 1"),
+    ("mix.switch_prob", 0.3, "0.3, the paper has DeiT's 0.5"),
+    ("mix.label_smoothing", 0.0, f"0, Swin's default is 0.1{SILENT}"),
+    ("optim.layer_decay", 0.75, f"0.75, Swin's default is none{SILENT}"),
+    ("transform.image_size", 256, "256, the paper has 224"),
+    ("transform.scale", (0.2, 1.0), "[0.2, 1], the paper has DeiT's [0.08, 1]"),
+    ("transform.ratio", (1.0, 1.0), "[1, 1], the paper has DeiT's [0.75, 1.33333]"),
+    ("transform.hflip", 0.0, "0, the paper has DeiT's 0.5"),
+    ("transform.auto_augment", None, "none, the paper has DeiT's rand-m9-mstd0.5-inc1"),
+    ("transform.auto_augment", "rand-m7-mstd0.5-inc1", "rand-m7-mstd0.5-inc1, the paper has DeiT's rand-m9-mstd0.5-inc1"),
+    ("transform.re_prob", 0.0, "0, the paper has DeiT's 0.25"),
+    ("transform.interpolation", "bilinear", f"bilinear, Swin's default is bicubic{SILENT}"),
+    ("transform.crop_pct", 0.9, f"0.9, Swin's default is 0.875{SILENT}"),
+    ("transform.mean", (0.5, 0.5, 0.5), f"[0.5, 0.5, 0.5], Swin's default is [0.485, 0.456, 0.406]{SILENT}"),
+    ("transform.std", (0.5, 0.5, 0.5), f"[0.5, 0.5, 0.5], Swin's default is [0.229, 0.224, 0.225]{SILENT}"),
+]
+
+
+@pytest.mark.parametrize("key, value, text", SINGLE)
+@pytest.mark.parametrize("name", PAPER_CELLS[:2])
+def test_one_changed_key_is_one_line(name, key, value, text):
+    assert departing(change(cell(name), {key: value})) == [f"{key}: {text}"]
+
+
+@pytest.mark.parametrize("section", ["optim", "mix", "transform"])
+def test_every_key_of_the_training_is_compared(section):
+    """A key that joins one of these sections must be compared, or changes nothing in the training and is named here."""
+    without_effect = {"transform.color_jitter"}
+    without_effect |= {"optim.schedule", "optim.milestones", "optim.warmup_steps"}  # a cell of pretrain with another schedule is refused
+    keys = {f"{section}.{name}" for name in cell()[section]}
+    assert keys - without_effect == {key for key, _, _ in SINGLE if key.startswith(f"{section}.")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim.lr": 5e-4, "optim.warmup_lr": 5e-7, "optim.min_lr": 5e-6, "optim.lr_batch_size": 512},  # Swin's own way to say it
+        {"transform.ratio": (0.75, 1.3333)},
+        {"transform.auto_augment": "rand-n2-m9-mstd0.5-inc1"},
+        {"transform.color_jitter": 0.4},  # as in Swin's configuration, and without effect
+        {"options.design": "conv2d", "options.pool": "mean", "options.chunk_size": 16, "options.w0": "per_direction"},
+        {"precision": "fp16"},
+        {"ema_decay": None},
+        {"evaluate_every": 1, "snapshot_epochs": (), "max_unreadable": 0},
+    ],
+)
+def test_the_same_recipe_in_other_words_departs_nowhere(changes):
+    assert departing(change(cell(), changes)) == []
+
+
+def test_rates_are_compared_at_the_papers_batch():
+    changes = {"optim.lr": 2e-3, "optim.lr_batch_size": 2048}  # the same peak, half of the other two
+    assert [line.split(":")[0] for line in departing(change(cell(), changes))] == ["optim.warmup_lr", "optim.min_lr"]
+
+
+def test_drop_path_of_the_base_model_is_not_called_swins():
+    assert departing(change(cell(PAPER_CELLS[2]), {"drop_path": 0.1})) == [f"drop_path: 0.1, ViT3-B's is 0.4{SILENT}"]
+    assert any("ViT3-B" in choice for choice in resolved(cell(PAPER_CELLS[2]))["choices"])
+    assert not any("ViT3-B" in choice for choice in resolved(cell())["choices"])
+
+
+@pytest.mark.parametrize("data, train_images", [("imagenet", 128116), ("imagenet100", 126689), ("tiny_imagenet", 100000)])
+def test_a_subset_is_another_data_set(data, train_images):
+    (line,) = departing(change(cell(), {"data": data}), train_images=train_images)
+    assert line == f"data: {data} ({train_images:,} training images), the paper has ImageNet-1K (1,281,167)"
+
+
+def test_precision_that_ran_counts_and_not_the_one_asked_for():
+    assert departing(cell(), dtype="fp32") == [f"precision: fp32, Swin's default is fp16 autocast{SILENT}"]
+
+
+@pytest.mark.parametrize(
+    "changes, departing_keys",
+    [
+        ({"mix.mixup": 0.0, "mix.cutmix": 0.0, "mix.prob": 0.1, "mix.switch_prob": 0.1}, ["mix.mixup", "mix.cutmix"]),
+        ({"mix.mixup": 0.0, "mix.prob": 0.1, "mix.switch_prob": 0.1}, ["mix.mixup", "mix.prob"]),
+        ({"transform.auto_augment": None, "transform.color_jitter": 0.0}, ["transform.auto_augment"]),
+        ({"optim.warmup_epochs": 0, "optim.warmup_lr": 0.1}, ["optim.warmup_epochs"]),
+    ],
+)
+def test_keys_without_effect_are_no_departures(changes, departing_keys):
+    assert sorted(line.split(":")[0] for line in departing(change(cell(), changes))) == sorted(departing_keys)
+
+
+# --- what is printed
+
+
+def test_printed_lines():
+    recipe = resolved(cell(), world_size=8)
+    printed = lines(recipe, [])
+    assert printed[-1] == "the recipe is the paper's (where it is silent: Swin's defaults)"
+    assert "batch          total 1024, world_size 8, micro_batch 128, accumulate 1" in printed
+    assert "steps          per_epoch 1251, warmup 25020, total 375300, epochs 300" in printed
+    assert any(line.startswith("learning rate  first 1e-06, peak 0.001, final 1e-05;") for line in printed)
+    assert any(line.startswith("inactive       transform.color_jitter: ") for line in printed)
+    assert all(len(line) <= 132 and "\n" not in line and line[15] != " " for line in printed[:-1])  # one column of names
+
+
+def test_printed_departures():
+    params = change(cell(), {"epochs": 60, "seeds": (1,), "options.design": "conv1d"})
+    recipe = resolved(params)
+    printed = lines(recipe, departures(params, recipe))
+    assert "model          vittt_tiny_patch16_224, design conv1d, drop path 0.1" in printed
+    assert "departs from the paper: epochs: 60, the paper has 300" in printed
+    assert sum(line.startswith("departs from the paper: ") for line in printed) == 3
+    assert not any(line.startswith("the recipe is") for line in printed)

@@ -1,0 +1,203 @@
+"""What each stage is charged, against numbers worked out by hand."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from repro.benchmark.params import ComplexityParams, EfficiencyParams
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.measure.adapted import adapted_cost
+from repro.measure.flops import cost
+from repro.models.registry import build_model
+from repro.papers import load_papers
+from repro.planning import costs
+from repro.planning.planner import CostPlan, Planner, PlanRow, plan_costs
+from repro.planning.rates import Rates
+from repro.report.results import Results
+
+NANO = "vittt_nano_patch16_144"
+GIVEN = Rates(given={NANO: 7.19})
+
+
+def make_planner(root, stage, rates=GIVEN):
+    def prepared(kind, classes, train):
+        return SimpleNamespace(kind=kind, expected=SimpleNamespace(classes=classes, train=train))
+
+    data = {"digits": prepared("digits", 10, 1438), "photos": prepared("imagenet", 1000, 1_281_167), "coco": prepared("coco", 80, 118_287)}
+    results = Results(Paths(root), load_papers().values(), {})
+    return Planner(stage=stage, paths=Paths(root), rates=rates, results=results, data=data)
+
+
+def make_params(transform, **changes):
+    """A cell of a training stage, of which a cost function reads attributes alone."""
+    shared = {"model": NANO, "options": {"depth": 1}, "data": "digits", "seeds": (0,), "epochs": 2, "batch_size": 16}
+    shared |= {"steps_per_epoch": None, "ema_decay": None, "snapshot_epochs": ()}
+    return SimpleNamespace(**shared | changes, transform=SimpleNamespace(**transform))
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds", "copies", "basis"),
+    [
+        # 2 epochs of 1438 images at 7.19 images per second; three states of weights and two moments, and the weights twice
+        ({}, 400, 11, "2 epochs of 1,438 images at 7 img/s, given"),
+        ({"snapshot_epochs": (0, 2)}, 400, 11 + 3 * 2, "2 epochs of 1,438 images at 7 img/s, given"),
+        ({"ema_decay": 0.99}, 400, 11 + 3, "2 epochs of 1,438 images at 7 img/s, given"),
+        # a second seed adds two states and its weights
+        ({"seeds": (3, 5)}, 800, 11 + 2 * 3 + 1, "2 seeds of 2 epochs of 1,438 images at 7 img/s, given"),
+        # 2 epochs of 719 steps of 16 images
+        ({"steps_per_epoch": 719}, 3200, 11, "2 epochs of 11,504 images at 7 img/s, given"),
+    ],
+)
+def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
+    planner = make_planner(tmp_path, "pretrain")
+    (row,) = costs.charge_classification(planner, {"nano": make_params({"image_size": 32}, **changes)})
+    assert row.command == "dvc repro pretrain@nano" and row.gpu_hours == pytest.approx(seconds / 3600)
+    model = build_model(NANO, img_size=32, depth=1, num_classes=10)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    assert row.disk_gb == pytest.approx(copies * 4 * num_params / 1e9)
+    assert (row.basis, row.note) == (basis, "") and row.gives == {("accuracy", "digits", f"{NANO}[depth=1]")}
+    assert planner.trained == {NANO, f"{NANO}[depth=1]"}
+
+
+def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data(tmp_path):
+    planner = make_planner(tmp_path, "ablate", Rates(tflops=1e-3, utilisation=0.5))
+    (row,) = costs.charge_classification(planner, {"nano": make_params({"image_size": 64}, data="photos", options={"design": "conv2d"})})
+    macs = cost(NANO, {"num_classes": 1000}, (64, 64)).macs
+    assert row.gpu_hours * 3600 == pytest.approx(2 * 1_281_167 * 3 * 2 * macs / 0.5e9)
+    assert row.basis.endswith(", estimated") and row.note and row.gives == {("accuracy", "imagenet", NANO)}
+
+
+@pytest.mark.parametrize(
+    ("charge", "transform", "changes", "images", "image_size"),
+    [
+        # 12 passes over COCO at the largest scale, whose sides 800 and 1333 are padded to multiples of 32
+        (costs.charge_detection, {"min_size": (480, 800), "max_size": 1333}, {"epochs": 12, "data": "coco"}, 12 * 118_287, (800, 1344)),
+        # 10 times 16,000 steps of 16 crops, for two seeds
+        (costs.charge_segmentation, {"crop_size": 512}, {"epochs": 10, "steps_per_epoch": 16_000, "seeds": (0, 1)}, 5_120_000, (512, 512)),
+    ],
+)
+def test_dense_tasks_by_hand(tmp_path, charge, transform, changes, images, image_size):
+    planner = make_planner(tmp_path, "detect")
+    (row,) = charge(planner, {"nano": make_params(transform, **changes, options={"design": "dual"})})
+    macs = adapted_cost(NANO, image_size, {"design": "dual"}).macs
+    # the speed that is given is a classifier's, and does not apply
+    assert row.gpu_hours == pytest.approx(images * 6 * macs / (0.3 * 312e12) / 3600) and "without the heads" in row.basis
+    assert row.disk_gb is None and not planner.trained
+
+
+def test_a_detector_takes_a_measured_speed_of_its_own_stage_alone(tmp_path):
+    for stage, rate in (("pretrain", 2.0), ("detect", 8.0)):
+        file = tmp_path / "results" / "measured" / "l40s" / stage / "nano.json"
+        file.parent.mkdir(parents=True)
+        metrics = {"model": NANO, "options": {}, "processes": 2, "throughput_img_per_s": rate}
+        file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
+    cells = {"nano": make_params({"min_size": (32,), "max_size": 32}, options={})}
+    (row,) = costs.charge_detection(make_planner(tmp_path, "detect"), cells)
+    assert row.gpu_hours == pytest.approx(2 * 1438 / 4 / 3600) and row.basis == "2,876 images at 4 img/s, measured"
+    (row,) = costs.charge_segmentation(make_planner(tmp_path, "segment"), {"nano": make_params({"crop_size": 32}, options={})})
+    assert row.basis.endswith("estimated")
+    (row,) = costs.charge_classification(make_planner(tmp_path, "ablate", Rates()), {"nano": make_params({"image_size": 32}, options={})})
+    assert row.basis == "2 epochs of 1,438 images at 1 img/s, measured"
+
+
+def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):
+    folder = tmp_path / "results" / "prepare_data" / "digits"
+    folder.mkdir(parents=True)
+    split = {"images": 100, "bytes": 7_000, "folders": {}}
+    content = {"kind": "digits", "classes": {"a": 0, "b": 1, "c": 2}, "splits": {"train": split, "val": split}}
+    (folder / "manifest.json").write_text(json.dumps({**content, "departures": [], "generated": None, "hash": "x"}))
+    planner = make_planner(tmp_path, "prepare_data")
+    found = planner.find_data("nano", "digits")
+    assert (found.kind, found.classes, found.images) == ("digits", 3, 100)
+    cells = {"digits": planner.data["digits"], "photos": planner.data["photos"], "other": SimpleNamespace(kind="digits")}
+    sizes = [(row.disk_gb, row.basis) for row in costs.charge_data(planner, cells)]
+    assert sizes == [
+        (14_000 / 1e9, "CPU only; size from its manifest"),
+        (150, "CPU only; size as published"),
+        (None, "CPU only; size unknown until it is written"),
+    ]
+
+
+def test_counting_is_free_and_gives_both_conventions(tmp_path):
+    groups = [{"models": [NANO], "image_sizes": [144], "vary": {"design": ["dual", "conv2d"]}}]
+    adapters = {"backbones": [NANO], "image_sizes": [{"height": 64, "width": 96}]}
+    params = build(ComplexityParams, {"sizes": {}, "groups": groups, "adapters": adapters}, "complexity")
+    (row,) = costs.charge_complexity(make_planner(tmp_path, "complexity"), params)
+    assert (row.gpu_hours, row.disk_gb) == (0, 0)
+    names = {f"{NANO}[design=dual]@144": "macs_g", f"{NANO}@144": "macs_g"}  # conv2d is the default
+    names[f"vit_adapter[backbone={NANO}]@64x96"] = "macs_g_paper_convention"
+    assert row.gives == {(kind, name, "") for name, macs in names.items() for kind in ("params_m", macs)}
+
+
+def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
+    op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
+    sizes = {size: {"vittt": f"v_{size}", "baseline": f"d_{size}"} for size in "TS"}
+    params = build(
+        EfficiencyParams, {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0, "op": op}, "efficiency"
+    )
+    (row,) = costs.charge_efficiency(make_planner(tmp_path, "efficiency"), params)
+    # Vittt, DeiT with two kinds of attention, for two sizes, and one more model, at three image sizes
+    assert row.gpu_hours == (2 * 3 + 1) * 3 * 600 / 3600 and row.basis == "at most: 21 rows of 600 s"
+    assert row.gives == {(kind, model, "") for kind in ("fps", "memory_mib") for model in ("v_T", "v_S", "d_T", "d_S", "o")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "digit"}, "pretrain.nano.data: digit: prepare_data has no such cell; did you mean 'digits'?"),
+        ({"model": "vittt_nono"}, "pretrain.nano: vittt_nono: no such model"),
+        ({"options": {"designs": "dual"}}, "pretrain.nano: vittt_nano_patch16_144: cannot be built"),
+    ],
+)
+def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
+    with pytest.raises(UserError) as error:
+        costs.charge_classification(make_planner(tmp_path, "pretrain"), {"nano": make_params({"image_size": 32}, **changes)})
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def make_stage(cost, params=None, cells=False):
+    return SimpleNamespace(cost=cost, params=params, cells=cells, purpose="check")
+
+
+def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch):
+    """By a table of made-up stages: what has no row is listed as unknown, what is free is not listed, and its params are not read."""
+    params = build(ComplexityParams, {"sizes": {}, "groups": []}, "complexity")
+    seen = []
+
+    def charge(planner, given):
+        seen.append((planner.stage, given))
+        return [PlanRow(command=planner.command(), gpu_hours=1.0, disk_gb=2.0, basis="")]
+
+    monkeypatch.setitem(sys.modules, "made_up_costs", SimpleNamespace(charge=charge))
+    name = "made_up_costs:charge"
+    stages = {
+        "single": make_stage(name, ComplexityParams),
+        "many": make_stage(name, ComplexityParams, cells=True),
+        "none": make_stage(name, ComplexityParams, cells=True),
+        "free": make_stage(None, ComplexityParams),
+    }
+    empty = "{sizes: {}, groups: []}"
+    file = tmp_path / "params.yaml"
+    file.write_text(f"runtime: {{}}\nother: {{}}\nmany: {{a: {empty}}}\nfree: {{odd: 1}}\nnone:\nsingle: {empty}\n")
+    plan = plan_costs(stages, file, Paths(tmp_path), Rates())
+    assert [row.command for row in plan.rows] == ["dvc repro other", "dvc repro many", "dvc repro none", "dvc repro single"]
+    assert seen == [("many", {"a": params}), ("none", {}), ("single", params)]
+    assert (plan.total("gpu_hours"), plan.total("disk_gb"), plan.unknown) == (3.0, 6.0, ["dvc repro other"])
+    with pytest.raises(UserError, match="^plan: --img-per-s m: no cell trains this model$"):
+        plan_costs(stages, file, Paths(tmp_path), Rates(given={"m": 1.0}))
+    for wrong, message in (("many: [1]", "many: expected a mapping of cells"), ("many: {a: {odd: 1}}", "many.a.odd: unknown key")):
+        file.write_text(f"{wrong}\n")
+        with pytest.raises(UserError, match=f"^{message}"):
+            plan_costs(stages, file, Paths(tmp_path), Rates())
+
+
+def test_which_numbers_the_rows_cover():
+    a, b, c = (("accuracy", "coco", name) for name in "abc")
+    rows = [PlanRow(command=name, gpu_hours=None, disk_gb=0.0, basis="", gives=frozenset({m})) for name, m in (("a", a), ("b", b))]
+    plan = CostPlan(rows, {"Table 1": [{a}, {a, b}, {b, c}, set()], "Table 2": [{c}]})
+    assert plan.count_covered() == {"Table 1": (2, 4), "Table 2": (0, 1)}
+    assert plan.find_places(rows[0]) == {"Table 1": 2} and plan.find_places(rows[1]) == {"Table 1": 2}

@@ -1,0 +1,143 @@
+"""What a page opens with and README shows: every number from a record, with its device, profile and scope, whomever it speaks for."""
+
+from pathlib import Path
+
+import pytest
+
+from repro.core.paths import Paths
+from repro.report.answer import find_speeds, readme_blocks
+from repro.report.claims import judge_paper
+from repro.report.results import Results
+from stages import profile, stage_names, verb_of
+from stages.report import ReportParams, load_scores, run
+
+ROOT = Path(__file__).parents[2]
+VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+ROWS = (  # model, attention, size, ms, MiB
+    (VITTT, None, 224, 40.0, 60.0),
+    (DEIT, "fused", 224, 10.0, 50.0),
+    (DEIT, "unfused", 224, 20.0, 50.0),
+    (VITTT, None, 1280, 1000.0, 200.0),
+    (DEIT, "fused", 1280, 2500.0, 190.0),
+    (DEIT, "unfused", 1280, None, None),
+)
+
+
+def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **more):
+    checkout.speed(
+        *(
+            {
+                "model": model,
+                "attention": attention,
+                "image_size": [size, size],
+                "latency_ms": latency,
+                "peak_memory_mib": memory,
+                "status": "ok" if latency else "oom",
+                "reason": "out of memory",
+                "batch_size": 1,
+                "dtype": "fp32",
+                **more,
+            }
+            for model, attention, size, latency, memory in rows
+        ),
+        device=device or checkout.CPU,
+        path=path,
+    )
+
+
+def facts(checkout) -> dict[str, list[str]]:
+    """What -> [ours, scope] of README's table."""
+    block = readme_blocks(checkout.report())["results"]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()[4:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
+    counts = {f"v{size}": (f"vittt_{size}_patch16_224", {}, 224) for size in ("tiny", "small", "base")}
+    numbers = {"vtiny": (6_983_116, 1.4575), "vsmall": (26_365_000, 5.345), "vbase": (104_000_000, 20.41)}
+    checkout.count(**{name: (*about, *numbers[name]) for name, about in counts.items()})
+    ours, scope = facts(checkout)["parameters of the paper's own model"]
+    # of T: Table 1, Table 3's last row and Table 4's last; of S: Table 1. B has 104 M here, and the paper 102
+    assert ours == "Vittt-T/S/B 6.983 / 26.36 / 104 M (paper: 7 / 26 / 102); 4 of 24 match"
+    assert scope == f"{checkout.CPU}; the mini profile"
+    ours, _ = facts(checkout)["multiply-adds (FLOPs) of the paper's own model"]
+    assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")  # 1.4575 is cut to 1.4, 5.345 rounds to 5.3
+
+
+def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
+    speeds(checkout)
+    found = facts(checkout)
+    ours, scope = found["Vittt-T against DeiT-T at 224²"]
+    assert "Vittt-T 40.0 ms and 60.0 MiB; DeiT-T with fused attention 10.0 ms and 50.0 MiB, so Vittt-T is 0.250× as fast" in ours
+    assert scope == f"{checkout.CPU}, batch 1, fp32, infer; run by hand"
+    ours, _ = found["Vittt-T against DeiT-T at 1280²"]
+    assert "2500 ms and 190 MiB, so Vittt-T is 2.50× as fast; DeiT-T with unfused attention oom" in ours
+    assert found["anything on a GPU"] == ["**not measured**", "no record is of a GPU"]
+
+
+def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
+    speeds(checkout, path="efficiency", rows=ROWS[:2])
+    speeds(checkout)
+    contest = checkout.paper.contest
+    assert find_speeds(contest, checkout.results()).source.path == "results/measured/cpu/efficiency/metrics.json"
+    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", rows=ROWS[:3])
+    assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
+    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency")
+    assert find_speeds(contest, checkout.results()).group.device == checkout.H200
+    assert facts(checkout)["anything on a GPU"][0] == checkout.H200
+    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", mode="train")
+    assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
+
+
+def test_nothing_measured_is_said_in_one_row_each(checkout):
+    found = facts(checkout)
+    assert len(found) <= 10 and found["Vittt-T against DeiT-T"][0] == "not measured"
+    numbers = {"parameters": 24, "multiply-adds": 25, "accuracies": 65, "speeds": 16}
+    for word, number in numbers.items():
+        (row,) = [row for label, row in found.items() if word in label]
+        assert row[0] == f"none of {number} is measured" and row[1] not in ("", "–")
+    assert "picture" not in readme_blocks(checkout.report())
+
+
+def test_runs_on_embedded_data_name_seeds_intervals_and_what_needs_no_learning(checkout):
+    checkout.train(
+        "pretrain/v", "vittt_nano_patch16_144", "digits", top1=(96.0, 98.0), val_images=359, top1_ci95_percent=[84.3, 109.7], epochs=7
+    )
+    checkout.train("baselines/d", "deit_nano_patch16_144", "digits", top1=15.0, val_images=359, epochs=7)
+    scores = {"ap_box_percent": 23.5, "ap50_box_percent": 40.9}
+    reference = {"ap_box_percent": 24.3, "ap50_box_percent": 29.6}
+    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", val_images=100, epochs=7, without_learning=reference, **scores)
+    found = facts(checkout)
+    ours, scope = found["top1 on embedded digits"]
+    assert ours == "vittt_nano 97.0 % [84.3, 109.7], deit_nano 15.0 %"
+    assert "359 held-out images, 7 epochs, 2 seeds or one seed" in scope and scope.startswith(f"{checkout.CPU}; the mini profile")
+    ours, _ = found["box AP on embedded scenes"]
+    assert ours == "vittt_nano: box AP 23.5 %, AP50 40.9 %; without learning: box AP 24.3 %, AP50 29.6 %"
+
+
+def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
+    speeds(checkout)
+    text = "# Title\n\n<!-- results -->\nold\n<!-- /results -->\n\nbetween\n\n<!-- picture -->\n<!-- /picture -->\n\nend\n"
+    readme = checkout.write("README.md", text)
+    run(ReportParams(), checkout.paths, html=False)
+    written = readme.read_text(encoding="utf-8")
+    blocks = readme_blocks(checkout.report())
+    expected = text.replace("\nold\n", f"\n{blocks['results']}\n").replace("<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n")
+    assert written == expected and "](results/figures/readme_resolution.png)" in written
+    assert (checkout.paths.results / "figures" / "readme_resolution.png").is_file()
+    checkout.write("README.md", "# Without markers\n")
+    run(ReportParams(), checkout.paths, html=False)
+    assert readme.read_text(encoding="utf-8") == "# Without markers\n"
+
+
+@pytest.mark.parametrize("name", ["results", "picture"])
+def test_this_readme_is_what_the_committed_records_give(paper, name):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, opened, rest = readme.partition(f"<!-- {name} -->\n")
+    if not opened:
+        pytest.skip(f"README.md has no block {name} yet")
+    paths = Paths(ROOT)
+    results = Results(paths, [paper], load_scores(paths))
+    verbs, named = [verb_of(stage) for stage in stage_names()], profile.active(paths, besides=("runtime",))
+    report = judge_paper(paper, results, speed_dtype="fp16", verbs=verbs, profile=named)
+    assert rest.partition(f"\n<!-- /{name} -->")[0] == readme_blocks(report)[name]

@@ -1,0 +1,176 @@
+"""report.html: the ledger's rows are those of claims.json, everything is escaped and embedded, and the same records give the same bytes."""
+
+import html.parser
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.report.claims import judge_paper
+from repro.report.html import render_html
+from repro.report.markdown import render_markdown
+from repro.report.pages import build_document
+from repro.report.results import Results
+from stages.report import ReportParams, load_scores, run
+
+ROOT = Path(__file__).parents[2]
+VOID = {"meta", "link", "input", "br", "img", "hr"}
+
+
+class Elements(html.parser.HTMLParser):
+    """Every element as (tag, attributes, text), and proof that each is closed where it must be."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        element = [tag, dict(attrs), ""]
+        self.found.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open[-1][0] == tag, (tag, self.open[-1][:2])
+        text = self.open.pop()[2]
+        if self.open:
+            self.open[-1][2] += text
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1][2] += data
+
+    def all(self, tag: str, **attributes: str) -> list[list]:
+        return [
+            each
+            for each in self.found
+            if each[0] == tag and all(value in (each[1].get(key) or "").split() for key, value in attributes.items())
+        ]
+
+
+def page(checkout) -> str:
+    run(ReportParams(), checkout.paths)
+    return (checkout.paths.results / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def committed(paper) -> tuple[str, str]:
+    """tables.md and report.html of the records of this repository."""
+    paths = Paths(ROOT)
+    results = Results(paths, [paper], load_scores(paths))
+    report = judge_paper(paper, results, speed_dtype="fp16", verbs=("report",), profile="mini")
+    document = build_document(report)
+    return render_markdown(document), render_html([(report, document)])
+
+
+def test_the_ledgers_rows_are_those_of_claims_json(checkout):
+    checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
+    elements = Elements(page(checkout))
+    claims = checkout.json("results/claims.json")
+    rows = [attributes for tag, attributes, _ in elements.found if tag == "tr" and "data-status" in attributes]
+    assert [(row["id"], row["data-status"], row["data-kind"]) for row in rows] == [
+        (f"entry-{entry['id']}", entry["status"], entry["kind"]) for entry in claims["entries"]
+    ]
+    statuses = [text.strip() for _, _, text in elements.all("button", **{"class": "status"})]
+    assert [text.split(" ", 1)[1] for text in statuses] == [entry["status"] for entry in claims["entries"]]  # a mark, and the word
+    chips = {attributes["data-status"]: int(text.split()[-1]) for _, attributes, text in elements.all("button", **{"class": "chip"})}
+    assert chips == {status: claims["summary"][status] for status in chips} and len(chips) == 4
+    assert all(row["data-places"] for row in rows)
+
+
+def test_what_explains_a_status_stands_in_its_row(checkout):
+    checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
+    checkout.write("dvc.yaml", "stages: {pretrain: {cmd: repro pretrain}, ablate: {cmd: repro ablate}}\n")
+    elements = Elements(page(checkout))
+    about = dict(
+        zip(
+            (e["id"] for e in checkout.json("results/claims.json")["entries"]), (t for _, _, t in elements.all("div", **{"class": "about"}))
+        )
+    )
+    for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "mini", "rounding"):
+        assert text in about["table1.vittt_t.params_m"]
+    assert "no run on all of ImageNet-1K" in about["table1.vittt_t.top1_percent"]
+    assert "repro pretrain" in about["table1.vittt_t.top1_percent"]
+
+
+def test_records_cannot_write_markup(checkout):
+    attack = '"><script>alert(1)</script><img src=x onerror=alert(1)>[link](javascript:alert(1))'
+    checkout.record("complexity", {"rows": {}, "saved_at_1280_percent": {"T": 78.68}, "dwconv_params_m": {}}, device=attack)
+    checkout.train(f"pretrain/cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", top1=98.0, val_images=360)
+    checkout.speed({"model": f"vittt{attack}", "status": attack, "reason": attack, "throughput_img_per_s": None}, device=attack)
+    elements = Elements(page(checkout))
+    assert len(elements.all("script")) == 1
+    assert not [
+        each for each in elements.found if any(key.startswith("on") for key in each[1]) or (each[0] == "img" and each[1].get("src") == "x")
+    ]
+    assert not [each for each in elements.found if (each[1].get("href") or "").startswith("javascript")]
+    assert attack in "".join(text for _, _, text in elements.all("div", **{"class": "about"}))
+
+
+def test_the_same_records_give_the_same_bytes(checkout):
+    file = checkout.paths.results / "visualize" / "fig8_receptive_field.png"
+    file.parent.mkdir(parents=True)
+    Image.linear_gradient("L").save(file)
+    first = page(checkout)
+    checkout.write("results/complexity/run.json", '{"finished": "2026-01-01"}')
+    assert page(checkout) == first and "data:image/webp;base64," in first
+
+
+def test_it_stands_alone_and_is_small(committed):
+    tables, text = committed
+    elements = Elements(text)
+    links = [each[1].get("src") or each[1].get("href") for each in elements.found if {"src", "href"} & each[1].keys()]
+    assert all(link.startswith(("#", "data:image/")) for link in links)
+    assert not [each for each in elements.found if each[0] in ("link", "iframe", "object")] and "url(" not in text and "@import" not in text
+    assert "default-src 'none'" in text
+    assert len(text.encode()) < 5e6
+    ids = [each[1]["id"] for each in elements.found if "id" in each[1]]
+    assert len(ids) == len(set(ids)) and {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+
+def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
+    tables, text = committed
+    elements = Elements(text)
+    titles = [each[2] for each in elements.all("h2")]
+    assert [title for title in titles if title != "The ledger"] == [title.replace("`", "") for title in re.findall(r"(?m)^## (.*)", tables)]
+    pictures = [each for each in elements.all("img") if each[1].get("src")]
+    assert len(pictures) == tables.count("![") > 0 and all(each[1]["alt"] for each in pictures)
+    assert len(elements.all("button", **{"class": "zoom"})) == len(pictures)
+    tables_there = elements.all("table")
+    assert len(tables_there) == len(re.findall(r"(?m)^\|(?:---:?\|)+$", tables)) + 1
+    assert elements.all("h1")[0][2] == "The paper's numbers and ours"
+    assert all(each[1].get("scope") in ("col", "row") for each in elements.all("th"))
+    marked = list(elements.all("span", **{"class": "mark"}))
+    assert marked and all(each[1]["title"] in each[2] for each in marked)  # never the colour alone
+
+
+def test_a_damaged_picture_is_one_line_that_names_it(checkout):
+    checkout.write("results/visualize/fig8_receptive_field.png", "half a picture")
+    with pytest.raises(UserError, match=r"fig8_receptive_field.png: not a picture that can be read .*; make it again"):
+        run(ReportParams(), checkout.paths)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda m: m["growth"][0].pop("memory_exponent"), "metrics.growth[0].memory_exponent: missing"),
+        (lambda m: m["compared"][0].pop("speedup"), "metrics.compared[0].speedup: missing"),
+        (lambda m: m.pop("growth"), "metrics.growth: missing"),
+        (lambda m: m.update(compared=7), "cannot be read as a record of this version"),
+        (lambda m: m["rows"][0].update(latency_ms="fast"), "cannot be read as a record of this version"),
+    ],
+)
+def test_a_record_of_another_version_is_one_line_that_names_it(checkout, change, key):
+    content = checkout.json(ROOT / "results/measured/cpu_amd_epyc/efficiency.json")
+    change(content["metrics"])
+    checkout.record("measured/cpu/efficiency", content["metrics"])
+    with pytest.raises(UserError) as caught:
+        run(ReportParams(), checkout.paths, html=False)
+    assert str(caught.value).startswith("results/measured/cpu/efficiency/metrics.json: ") and key in str(caught.value)
+    assert "\n" not in str(caught.value) and "move the file out of results/" in str(caught.value)
+    assert not (checkout.paths.results / "tables.md").exists()

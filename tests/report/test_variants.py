@@ -1,0 +1,145 @@
+"""The ablations on the page: the paper's rows beside ours, verdicts, missing variants, what is never joined, and Fig. 7."""
+
+import pytest
+
+from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.report.document import Heading
+from repro.report.markdown import render_blocks
+from repro.report.variants import draw_variants, find_drawn, find_groups, find_orders, find_shown, variants_section
+
+NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
+
+
+def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", throughput=321.4, **more):
+    """A variant's record, its throughput, its recipe, and the record of its first seed, as the stage leaves them."""
+    usual = {"image_size": 144, "epochs": 4, "num_params": 329_310, "macs_g": 0.035, "top1_std_percent": 0.25, "data": "digits"}
+    about = {"model": NANO, "kind": "digits", "val_images": 100_000, **usual, **more}
+    checkout.train(f"{folder}/{name}", about.pop("model"), about.pop("kind"), options=VARIANTS[name], top1=tuple(top1), **about)
+    checkout.record(f"{folder}/{name}", {"throughput_img_per_s": throughput, "reason": "not measured yet"}, name="speed")
+    checkout.record(f"{folder}/{name}/seeds", {"top1_percent": 1.0}, name="0")
+    checkout.write(f"results/{folder}/{name}/recipe.json", "{}")
+
+
+def grid(checkout, step=2.0, **more):
+    """All 17 in the paper's order of Table 3 and 4, `step` points apart; chunks and states too."""
+    ladder = [
+        "share_qk",
+        "ttt_layer",
+        "gating",
+        "conv1d",
+        "double",
+        "head",
+        "mid",
+        "chunk64",
+        "w0_frozen",
+        "w0_shared",
+        "chunk_all",
+        "chunk32",
+        "chunk8",
+    ]
+    for name in VARIANTS:
+        rank = ladder.index(name) if name in ladder else {"dual": 13, "max": 14, "chunk4": 15, "conv2d": 16}[name]
+        train(checkout, name, [50 + step * rank, 51 + step * rank, 52.01 + step * rank], **more)
+
+
+def parts(checkout) -> list[str]:
+    """The head of the section, then the text below each heading, with the heading first."""
+    found = [""]
+    for block in variants_section(checkout.report()).blocks:
+        found += [""] if isinstance(block, Heading) else []
+        found[-1] += render_blocks([block]) + "\n\n"
+    return found
+
+
+def part(checkout, title):
+    (found,) = [text for text in parts(checkout) if text.startswith(title)]
+    return found
+
+
+def test_the_papers_orders_are_its_tables(paper):
+    """Tables 3 and 4 have no two equal Top-1, so every two variants are ordered."""
+    orders = {table.place: find_orders(table, paper.ledger) for table in paper.variants.tables}
+    assert {place: len(found) for place, found in orders.items()} == {"Table 3": 15, "Table 4": 10, "Fig. 7(a)": 5, "Fig. 7(b)": 3}
+    assert ("ttt_layer", "share_qk") in orders["Table 3"] and ("conv2d", "max") in orders["Table 4"]
+
+
+def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_papers(checkout):
+    grid(checkout)
+    head, *found = parts(checkout)
+    assert head.count("**ordering seen**") == 4 and head.count("| 1.00 |") == 4
+    assert [text.split(":")[0] for text in found] == [f"### {place}" for place in TABLES_AND_FIGURES]
+    assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |" in part(checkout, "### Table 3")
+    assert "| pool max | 6.98 | 1.44 | 77.2 | 0.3293 |" in part(checkout, "### Table 4")
+    assert "| chunk_size all | – | – | 0.3293 |" in part(checkout, "### Fig. 7(a)")
+    assert "Not trained here" not in "".join(found)
+
+
+def test_a_missing_variant_is_named_and_the_rest_is_shown(checkout):
+    grid(checkout)
+    for name in ("mid", "chunk_all"):
+        (checkout.paths.results / "measured/cpu/ablate/digits" / name / "metrics.json").unlink()
+    text = part(checkout, "### Table 4")
+    assert "Not trained here: mid; `repro ablate --all --data digits --epochs 4` trains all" in text
+    assert "| pool head |" in text and "mid >" not in text
+    assert "Not trained here: chunk_all" in part(checkout, "### Fig. 7(a)")
+
+
+def test_other_recipes_and_other_devices_are_other_groups(checkout):
+    train(checkout, "conv2d", [80, 81], folder="ablate")
+    train(checkout, "head", [70, 71], folder="ablate")
+    train(checkout, "conv2d", [90, 91])
+    train(checkout, "head", [89, 90], recipe_hash="another")
+    assert sorted(len(group.variants) for group in find_groups(checkout.results(), checkout.paper.variants)) == [1, 1, 2]
+    _, only = parts(checkout)
+    assert only.startswith("### Table 4") and "90.50" not in only
+    assert find_shown(checkout.report()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
+
+
+def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
+    """Cells of `pretrain` and `ablate` that were trained alike are one group; of two records of a variant the one with more seeds."""
+    more = {"model": TINY, "data": "imagenet", "kind": "imagenet", "val_images": 50_000, "epochs": 300, "classes": 1000, "image_size": 224}
+    train(checkout, "dual", [77.4], folder="ablate", **more)
+    train(checkout, "conv2d", [70.0], folder="ablate", throughput=None, **more)
+    checkout.train("pretrain/tiny", TINY, "imagenet", top1=(77.5, 77.7), val_images=50_000, classes=1000, num_params=6_983_116)
+    init = {"weights": "results/ablate/dual/weights.safetensors", "sha256": "ab"}
+    scores = {"ap_box_percent": 42.6, "ap_mask_percent": 38.5}
+    checkout.train("detect/dual", TINY, "coco", val_images=5000, options={"design": "dual"}, init=init, **scores)
+    text = part(checkout, "### Table 3")
+    assert "| design dual | 6.96 | 1.42 | 2068 | 77.5 | 42.7 | 38.6 | 0.3293 | 0.035 | 321 | 77.40 ± 0.25 | 42.6 | 38.5 |" in text
+    assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 42.9 | 38.7 | 6.983 | – | – | 77.60 | – | – |" in text
+    assert "insufficient budget" in parts(checkout)[0]
+    assert "results/pretrain/tiny/metrics.json" not in find_shown(checkout.report())
+    assert checkout.judge()["table3.dual.top1_percent"].ours == pytest.approx(77.4)
+    train(checkout, "gating", [70.0], **more)  # by hand, for as many epochs as somebody wished
+    assert checkout.judge()["table3.gating.top1_percent"].ours is None
+
+
+def test_digits_never_stand_for_the_papers_accuracy(checkout):
+    grid(checkout)
+    assert all(verdict.ours is None for name, verdict in checkout.judge().items() if name.startswith("table3.") and "top1" in name)
+    assert "There are none yet" in checkout.page().split("\n## Runs on other data: no comparison with the paper\n")[1].split("\n## ")[0]
+
+
+def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
+    grid(checkout)
+    train(checkout, "conv2d", [80, 81], folder="ablate")
+    train(checkout, "w0_frozen", [70, 71], folder="ablate", throughput=None)
+    folder = checkout.paths.results / "figures"
+    train(checkout, "chunk8", [71, 72], folder="measured/elsewhere/ablate/digits")  # one alone makes no figure
+
+    def draw():
+        draw_variants(checkout.report(), folder)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    files, shown = draw(), find_drawn(checkout.report())
+    assert sorted(files) == sorted(shown) == ["fig7a_digits.png", "fig7b_digits.png"]
+    assert not any("elsewhere" in source.path for of_figure in shown.values() for source in of_figure)
+    assert draw() == files and files["fig7a_digits.png"].startswith(b"\x89PNG")
+    linked = [text for text in parts(checkout) if "figures/fig7b_digits.png" in text]
+    assert len(linked) == 1 and "4 epochs, 3 seeds" in linked[0]
+
+
+def test_nothing_trained_says_how(checkout):
+    assert "None is trained yet: `repro ablate`" in parts(checkout)[0]
+    draw_variants(checkout.report(), checkout.paths.results / "figures")
+    assert not (checkout.paths.results / "figures").exists()

@@ -1,0 +1,93 @@
+"""`repro efficiency` with options: what it refuses, what it writes, and that a stopped call continues."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from repro.benchmark import loop
+
+COMMAND = ("efficiency", "--res", "32,64", "--families", "vittt,deit_fused", "--sizes", "T")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--res", "1280..224"), "efficiency: --res 1280..224: begins above its end; write 224..1280"),
+        (("--res", "225"), "efficiency: --res 225: not a positive multiple of the patch, 16 pixels; the nearest is 224"),
+        (("--families", "deit,vmi"), "efficiency: --families vmi: not known; did you mean 'vim'?"),
+        (("--sizes", "L"), "efficiency: --sizes L: not known; known: T, S, B"),
+    ],
+)
+def test_wrong_options_are_one_line(checkout, repro_cli, options, message):
+    assert repro_cli("efficiency", *options) == (2, "", f"repro: {message}\n")
+    assert not Path("results/measured").exists()
+
+
+def test_a_device_that_is_not_there_is_one_line(checkout, repro_cli, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = repro_cli("efficiency", "--device", "cuda")
+    assert code == 2 and err.count("\n") == 1 and "cuda" in err
+    assert not Path("results/measured").exists()
+
+
+@pytest.mark.parametrize("options", [("--batch", "0"), ("--batch-size", "0"), ("--minutes", "0"), ("--mode", "test"), ("--runs", "3")])
+def test_options_out_of_range_are_refused(checkout, repro_cli, options):
+    code, _, err = repro_cli("efficiency", *options)
+    assert code == 2 and options[0] in err
+
+
+def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypatch):
+    monkeypatch.setattr("repro.benchmark.efficiency.device_slug", lambda device: "made_up")
+    file = Path("results/measured/made_up/efficiency.json")
+    file.parent.mkdir(parents=True)
+    gate = {"family": "vim", "batch": 1, "dtype": "fp32"}
+    for content, says in (
+        ({"metrics": {"rows": {}}}, "not the record of a sweep"),
+        ({"metrics": {"rows": [{"model": "m"}], "gates": []}}, "rows[0].row: missing"),
+        ({"metrics": {"rows": [], "gates": [gate]}}, "gates[0].batch_size: missing"),
+    ):
+        file.write_text(json.dumps(content))
+        code, _, err = repro_cli(*COMMAND, "--device", "cpu")
+        assert code == 2 and err.count("\n") == 1 and says in err and "move it away" in err
+
+
+def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
+    measured, real_measure = [], loop.measure
+
+    def measure(spec):
+        measured.append(spec.row_id)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return real_measure(spec)
+
+    monkeypatch.setattr(loop, "measure", measure)
+    code, out, err = repro_cli(*COMMAND, "--device", "cpu")
+    assert code == 130 and err.count("\n") == 1 and "1 rows are kept in" in err and err.count("the same command continues") == 1
+    assert out.startswith("[1 of 4] vittt_tiny_patch16_224@32: ")
+    (file,) = Path("results/measured").glob("*/efficiency.json")
+    before = json.loads(file.read_text())["metrics"]["rows"]
+    assert [row["status"] for row in before] == ["ok"]
+
+    code, out, err = repro_cli(*COMMAND, "--device", "cpu")
+    assert (code, err) == (0, "") and len(measured) == 2 + 3
+    assert "1 of 4 rows are there from an earlier call" in out and "4 rows in " in out
+    rows = json.loads(file.read_text())["metrics"]["rows"]
+    assert before[0] in rows
+    assert {(row["model"], row["attention"], row["image_size"][0]) for row in rows} == {
+        (model, attention, side)
+        for model, attention in (("vittt_tiny_patch16_224", None), ("deit_tiny_patch16_224", "fused"))
+        for side in (32, 64)
+    }
+    assert all("flash_attention" in row["attention_kernel"] for row in rows if row["attention"] == "fused")
+    with open(file.with_suffix(".csv")) as stream:
+        assert [line["row"] for line in csv.DictReader(stream)] == [row["row"] for row in rows]
+    figures = sorted(path.name for path in (file.parent / "efficiency").iterdir())
+    assert figures == [f"fig{n}_T_batch1_fp32_infer.{suffix}" for n in (1, 6) for suffix in ("png", "svg")]
+
+    # nothing is left to measure, and the same rows give the same figures
+    drawn = [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())]
+    code, out, _ = repro_cli(*COMMAND, "--device", "cpu")
+    assert code == 0 and "4 of 4 rows are there from an earlier call" in out and "@" not in out
+    assert drawn == [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())] and len(measured) == 5

@@ -1,0 +1,216 @@
+"""The pages in docs/ are true: commands and options exist, links lead somewhere, examples are those that tests run, and the diagram of
+imports is the one that the code follows."""
+
+import ast
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import stages
+from repro.cli import app
+from repro.core.config import build, load_yaml
+from tests.test_layout import imported, tracked
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "results/measured/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+REPRO = typer.main.get_command(app)
+# files that the pages tell the reader to write
+EXAMPLES = re.compile(r"stages/(toy|halve)\.py|repro/models/toy\.py|repro/tasks/halves/.*|repro/papers/deit/.*")
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The code blocks of a page in docs/ in a language, without the last line's end."""
+    return [code.rstrip("\n") for found, code in FENCED.findall((ROOT / "docs" / page).read_text(encoding="utf-8")) if found == language]
+
+
+def spans(page: Path) -> list[str]:
+    """What stands in backticks, outside code blocks."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Each command line of `repro`, `make` or `dvc` on a page, as words."""
+    text = page.read_text(encoding="utf-8")
+    shown = [code for language, code in FENCED.findall(text) if not language]
+    lines = [line for code in (*shown, *re.findall(r"^    (.*)$", text, re.M)) for line in code.replace("\\\n", " ").splitlines()]
+    for line in (*lines, *spans(page)):
+        if found := re.match(r"(?:.*-m |(?:\w+=\S+ )*)((?:repro|make|dvc) .*)", line):
+            yield re.sub(r"\s#.*|[\[\]'`;,]", "", found[1]).split()
+
+
+def find_verb(words: list[str]) -> Any:
+    """The command that words after `repro` call, and that is taken off them; None for a placeholder. Fails where there is none."""
+    command: Any = REPRO
+    while hasattr(command, "get_command") and words and not words[0].startswith("-"):
+        names = words.pop(0).split("|")
+        if names[0].isupper():
+            return None
+        found = [command.get_command(None, name) for name in names]
+        assert all(found), f"no verb {'|'.join(names)}"
+        command = found[0]
+    return command
+
+
+def options_of(command: Any) -> dict[str, Any]:
+    return {option: parameter for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def known_cells(page: Path) -> dict[str, set[str]]:
+    """Section -> the cells of both profiles, and of the examples on the page."""
+    examples = [yaml.safe_load(code) for language, code in FENCED.findall(page.read_text(encoding="utf-8")) if language == "yaml"]
+    found: dict[str, set[str]] = {}
+    for content in (*map(load_yaml, (ROOT / "profiles").glob("*.yaml")), *examples):
+        for section, cells in content.items():
+            found.setdefault(section, set()).update(cells if isinstance(cells, dict) else ())
+    return found
+
+
+@each_page
+def test_every_command_exists_with_its_options(page):
+    for words in commands(page):
+        line, program = " ".join(words), words.pop(0)
+        if program == "make":
+            targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+            assert words[0] in targets, line
+        elif program == "dvc":
+            for stage, cell in (word.split("@") for word in words if "@" in word):
+                assert cell in known_cells(page)[stage], line
+        elif (command := find_verb(words)) is not None:
+            options = options_of(command) | {"--help": None}
+            for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
+                if word.startswith("-"):
+                    assert word in options, f"{line}: {command.name} has no option {word}"
+                    choices = getattr(getattr(options[word], "type", None), "choices", None)
+                    if choices and value.islower():
+                        assert set(value.split("|")) <= set(choices), line
+                    if word == "--cell" and value.islower():
+                        assert value in known_cells(page)[command.name.replace("-", "_")], line
+
+
+@each_page
+def test_every_option_that_is_named_exists(page):
+    known = {"--help", "--debug"}
+    for name in stages.stage_names():
+        command = REPRO.get_command(None, stages.verb_of(name))
+        for each in (command, *(getattr(command, "commands", None) or {}).values()):
+            known |= set(options_of(each))
+    named = {span.split()[0].partition("=")[0] for span in spans(page) if span.startswith("--")}
+    assert named <= known
+
+
+@each_page
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    by_hand = re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", text, flags=re.S)
+    for target, _, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(#([^)\s]*))?\)", by_hand):
+        file = (page.parent / target) if target else page
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], anchor
+    for path in re.findall(r"(?<![\w/<>.-])(?:repro|kernels|stages|tests|docs|profiles)/[\w/-]+\.(?:py|yaml|md)", text):
+        assert (ROOT / path).exists() or EXAMPLES.fullmatch(path), path
+
+
+def constants() -> dict[str, object]:
+    """The names that tests/test_extension.py gives to plain values: the stage, the task and the family that it adds and runs."""
+    found = {}
+    for node in ast.parse((ROOT / "tests/test_extension.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue  # it is computed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "language", "names"),
+    [
+        ("add_a_stage.md", "python", ["STAGE", "TASK", "TASK_STAGE"]),
+        ("add_a_stage.md", "yaml", ["STAGE_IN_THE_GRAPH"]),
+        ("add_a_family.md", "python", ["FAMILY"]),
+    ],
+)
+def test_the_examples_are_those_that_are_tested(page, language, names):
+    tested = constants()
+    assert fenced(page, language)[: len(names)] == [tested[name].strip("\n") for name in names]
+
+
+def test_the_examples_of_params_are_valid():
+    from repro.data.kinds import PrepareData
+    from repro.tasks.classification.params import ClassifierParams
+
+    assert yaml.safe_load(fenced("add_a_family.md", "yaml")[0]) == {"pretrain": {"toy": constants()["CELL"]}}
+    assert yaml.safe_load(fenced("add_a_stage.md", "yaml")[1]) == {"toy": {"three": {"times": 3}}}
+    own = yaml.safe_load(fenced("data.md", "yaml")[0])
+    build(PrepareData, own["prepare_data"]["pets"], "prepare_data.pets")
+    params = build(ClassifierParams, own["pretrain"]["vittt_tiny_pets"], "pretrain.vittt_tiny_pets")
+    assert params.init is not None and params.data in own["runtime"]["data_roots"]
+
+
+def test_the_example_of_a_paper_loads(tmp_path):
+    shutil.copytree(ROOT / "repro", tmp_path / "repro", ignore=shutil.ignore_patterns("__pycache__"))
+    room = tmp_path / "repro/papers/deit"
+    room.mkdir()
+    (room / "__init__.py").write_text('"""DeiT."""\n')
+    (room / "ledger.yaml").write_text(fenced("add_a_paper.md", "yaml")[0])
+    (room / "paper.py").write_text(fenced("add_a_paper.md", "python")[0])
+    code = "from repro.papers import load_papers; print(*load_papers()['deit'].ledger.entries)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*(f"table1.deit_{size}.params_m" for size in "tsb"), "text.abstract.top1_b"]
+
+
+def arrows() -> tuple[dict[str, set[str]], set[str]]:
+    """The diagram of imports in docs/architecture.md: room -> the rooms it points to; and the modules of training that are `jobs`."""
+    diagram = next(code for code in fenced("architecture.md", "mermaid") if code.startswith("flowchart TD"))
+    found: dict[str, set[str]] = {}
+    for source, target in re.findall(r'^ *(\w+)(?:\["[^"]*"\])? --> (\w+)', diagram, re.M):
+        found.setdefault(source, set()).add(target)
+        found.setdefault(target, set())
+    return found, set(re.search(r'jobs\["training: ([^"]*)"\]', diagram)[1].split(", "))
+
+
+def reached_from(room: str, graph: dict[str, set[str]]) -> set[str]:
+    found, waiting = set(), [room]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_imports_follow_the_diagram():
+    graph, jobs = arrows()
+
+    def room_of(parts: list[str]) -> str:
+        if parts[0] != "repro":
+            return parts[0]
+        return "jobs" if parts[1] == "training" and len(parts) > 2 and parts[2] in jobs else parts[1]
+
+    allowed = {room: reached_from(room, graph) | {room} for room in graph}
+    assert not [room for room in graph if room in reached_from(room, graph)], "the diagram has a cycle"
+    seen = set()
+    for name in (name for name in tracked() if re.fullmatch(r"(repro|kernels|stages)/.*\.py", name)):
+        parts = name.removesuffix(".py").split("/")
+        if parts in (["repro", "__init__"], ["repro", "__main__"]):
+            continue
+        room = room_of(parts)
+        seen.add(room)
+        for target in imported(ROOT / name, ".".join(parts[:-1])):
+            words = target.split(".")
+            if words[0] in ("kernels", "stages") or (words[0] == "repro" and len(words) > 1):
+                assert room_of(words) in allowed[room], f"{name} imports {target}"
+    assert seen == set(graph)

@@ -1,0 +1,79 @@
+"""A made-up batch goes through every cell of profiles/paper.yaml: images are tiny where the size is free, all widths, options and class
+counts are real. What would fail on the first step of a run of days fails here."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from repro.core.config import load_section, load_yaml
+from repro.core.ranks import Ranks
+from repro.core.runtime import seed_everything
+from repro.tasks.spec import Datasets, Setting
+from stages import load_stages
+
+PROFILE = Path(__file__).parents[1] / "profiles" / "paper.yaml"
+SECTIONS = load_yaml(PROFILE)
+TRAINING = {name: stage for name, stage in load_stages().items() if stage.task is not None}
+CELLS = [(stage, cell) for stage in TRAINING for cell in SECTIONS.get(stage) or {}]
+SIDE = 64
+
+
+class Loader(list):
+    """One batch, and what a task asks of its loader beside it."""
+
+    dataset = SimpleNamespace(instances=SimpleNamespace(file=None, category_ids=()))
+
+
+def classify(params, classes):
+    params = dataclasses.replace(params, transform=dataclasses.replace(params.transform, image_size=SIDE))
+    return params, (torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8), torch.tensor([0, classes - 1]))
+
+
+def detect(params, classes):
+    """An object of the first class and one of the last, on images of different sizes."""
+    images = [torch.randint(0, 256, (3, SIDE, SIDE), dtype=torch.uint8), torch.randint(0, 256, (3, SIDE, 96), dtype=torch.uint8)]
+    targets = []
+    for image, label in zip(images, (1, classes), strict=True):
+        masks = torch.zeros(1, *image.shape[1:], dtype=torch.uint8)
+        masks[0, 8:40, 8:48] = 1
+        targets.append({"boxes": torch.tensor([[8.0, 8.0, 48.0, 40.0]]), "labels": torch.tensor([label]), "masks": masks})
+    return params, (images, targets)
+
+
+def segment(params, classes):
+    """A map that has every class, and pixels that do not count."""
+    labels = torch.arange(2 * SIDE * SIDE).remainder(classes).to(torch.uint8).view(2, SIDE, SIDE)
+    labels[0, :4] = 255
+    return params, (torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8), labels)
+
+
+MADE_UP = {"classify": classify, "detect": detect, "segment": segment}
+
+
+@pytest.mark.parametrize(("stage", "cell"), CELLS, ids=[f"{stage}-{cell}" for stage, cell in CELLS])
+def test_a_batch_goes_through_every_cell(stage, cell):
+    spec = TRAINING[stage].task
+    params = load_section(spec.params, PROFILE, stage, cell)
+    classes = SECTIONS["prepare_data"][params.data]["expected"]["classes"]
+    seed_everything(0)
+    params, batch = MADE_UP[spec.name](params, classes)
+    names = tuple(map(str, range(classes)))
+    model, _ = spec.build_model(dataclasses.replace(params, init=None), names, None, f"{stage}.{cell}")
+    loader = Loader([batch])
+    datasets = Datasets(train=loader.dataset, val=loader.dataset, classes=names)
+    setting = Setting(where=f"{stage}.{cell}", device=torch.device("cpu"), ranks=Ranks())
+    task = spec.build_task(model.train(), loader, loader, datasets, params, setting)
+    loss = task.loss(model, batch)["loss"]
+    loss.backward()
+    assert torch.isfinite(loss)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained and all(p.grad is None or torch.isfinite(p.grad).all() for p in trained)
+    reached = sum(p.grad is not None for p in trained)
+    assert reached > 0.9 * len(trained), f"{reached} of {len(trained)} parameters are reached by the gradient"
+
+
+def test_every_data_set_of_a_cell_is_prepared():
+    assert {SECTIONS[stage][cell]["data"] for stage, cell in CELLS} <= set(SECTIONS["prepare_data"])

@@ -1,0 +1,56 @@
+"""README.md: short, with no number typed by hand, with the verbs of the table of stages, and true of the tree."""
+
+import json
+import re
+from pathlib import Path
+
+import stages
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", TEXT, re.S))
+BY_HAND = re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", TEXT, flags=re.S)
+
+
+def test_it_is_short():
+    assert len(TEXT.split()) <= 900
+
+
+def test_it_has_the_blocks_that_are_written_by_code():
+    assert set(BLOCKS) == {"picture", "results", "verbs"}
+
+
+def test_its_verbs_are_those_of_the_table():
+    assert BLOCKS["verbs"] == stages.describe_verbs(), "put stages.describe_verbs() between the markers"
+
+
+def test_no_number_is_typed_by_hand_but_what_the_installation_needs():
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|^\d+\. ", "", BY_HAND, flags=re.S | re.M)
+    prose = re.sub(r"[A-Za-z][\w-]*\d\S*", "", prose)  # names: ImageNet-1K, ADE20K, Apache-2.0
+    need_gb = re.search(r"^NEED_GB := (\d+)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    python = re.search(r'^requires-python = ">=([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert f"{need_gb} GB" in prose and f"Python {python} or newer" in prose
+    assert set(re.findall(r"\d[\d.,]*\d|\d", prose)) == {need_gb, python}
+    assert not re.search(r"[%×]", prose)
+
+
+def test_its_python_runs():
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", TEXT, re.S)[1], names)
+    model, pyramid, variant = (names[name] for name in ("model", "pyramid", "variant"))
+    assert type(model).__name__ == "Vittt" and len(pyramid.feature_info.channels()) == 4
+    assert (variant.design, variant.pool, variant.chunk_size, variant.w0) == ("dual", "head", 32, "shared")
+
+
+def test_what_it_calls_missing_is_missing():
+    """A section `Not measured yet` that is out of date would hide results."""
+    gaps = TEXT.partition("## Not measured yet")[2].partition("\n## ")[0]
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "results").rglob("*.json")]
+    devices = [record["identity"].get("device", "") for record in records if isinstance(record, dict) and "identity" in record]
+    assert ("on a GPU" in gaps) == (not any(device.startswith("cuda") for device in devices))
+    assert ("paper profile" in gaps) == (not list((ROOT / "results").glob("*/*_imagenet")))
+    assert ("VMamba" in gaps) == (not (ROOT / "repro/models/vmamba.py").exists())
+
+
+def test_its_results_say_how_long_the_pipeline_takes():
+    assert "make reproduce" in BLOCKS["results"] and "table below" in BY_HAND

@@ -1,0 +1,70 @@
+"""Run by test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without any randomness; rank 0 writes what it saw."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from repro.core.ranks import joined
+from repro.data.loader import TrainOrder
+from repro.models.registry import build_model
+from repro.training.checkpoint import Checkpointer
+from repro.training.loop import fit
+from repro.training.params import LoopParams, OptimParams
+from repro.training.watch import Watch
+
+BATCH, STEPS = 64, 5
+
+
+class Task:
+    batch_size, steps_per_epoch = BATCH, STEPS
+
+    def __init__(self, ranks):
+        torch.manual_seed(0)
+        self.model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2).double()
+        self.ranks, self.losses, self.gradients = ranks, [], None
+        self.order = TrainOrder(BATCH * STEPS, ranks.share(BATCH, "batch"), 0, ranks.rank, ranks.world_size)
+
+    def batches(self, epoch, start):
+        for keys in self.order.batches(epoch, start):
+            if self.losses and self.gradients is None:  # the first step is done; its gradients still stand, averaged over the ranks
+                self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+            drawn = [torch.Generator().manual_seed(index) for _, index in keys]
+            yield (
+                torch.stack([torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]),
+                torch.tensor([i % 10 for _, i in keys]),
+            )
+
+    def split(self, batch, parts):
+        return list(zip(*(x.chunk(parts) for x in batch), strict=True))
+
+    def loss(self, network, batch):
+        loss = F.cross_entropy(network(batch[0]), batch[1])
+        self.losses.append(self.ranks.sum([loss.item()])[0] / self.ranks.world_size)
+        return {"loss": loss}
+
+    def evaluate(self, model):
+        return {}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with joined("cpu") as ranks:
+        task = Task(ranks)
+        optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
+        fit(
+            task,
+            optim,
+            LoopParams(epochs=1),
+            device=torch.device("cpu"),
+            ranks=ranks,
+            checkpointer=Checkpointer(folder / "state", lambda line: None),
+            snapshot=lambda epoch, model: None,
+            watch=lambda step: Watch(
+                folder, device="cpu", jsonl=True, tensorboard=False, every=2, world_size=ranks.world_size, rank=ranks.rank
+            ),
+            log=lambda line: None,
+        )
+        if ranks.first:
+            torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

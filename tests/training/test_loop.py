@@ -1,0 +1,449 @@
+"""The loop on a small real task: what it computes, and that a stopped run ends where an uninterrupted one does."""
+
+import contextlib
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from repro.core.errors import Interrupted, RunError, UserError
+from repro.core.ranks import Ranks
+from repro.training.checkpoint import Checkpointer, set_rng_state
+from repro.training.guard import diagnose, load_dump
+from repro.training.loop import fit
+from repro.training.optim import build_optimizer, build_schedule
+from repro.training.params import LoopParams, OptimParams
+from repro.training.watch import Watch
+
+
+class Regression:
+    """Fits noisy lines. Dropout and a NumPy draw per step make the result depend on every generator the engine must restore."""
+
+    batch_size, steps_per_epoch = 8, 5
+
+    def __init__(self, before_step=lambda number: None):
+        torch.manual_seed(3)
+        np.random.seed(3)
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.before_step, self.number = before_step, 0
+
+    def batches(self, epoch, start):
+        for i in range(start, self.steps_per_epoch):
+            generator = torch.Generator().manual_seed(100 * epoch + i)
+            x = torch.randn(self.batch_size, 4, generator=generator)
+            yield x, x.sum(dim=1, keepdim=True)
+
+    def loss(self, network, batch):
+        self.before_step(self.number)
+        self.number += 1
+        x, y = batch
+        noise = float(np.random.rand())
+        return {"loss": (network(x) - y - 0.1 * noise).square().mean(), "noise": torch.tensor(noise)}
+
+    def split(self, batch, parts):
+        return list(zip(*(x.chunk(parts) for x in batch), strict=True))
+
+    def evaluate(self, model):
+        assert not model.training
+        with torch.no_grad():
+            return {"val_loss": float(model(torch.ones(1, 4)).square())}
+
+    def describe(self, epoch, number):
+        return [f"{epoch}/{number}/{i}" for i in range(self.batch_size)]
+
+    def inspect(self, batch):
+        return {"largest": float(batch[0].abs().max())}
+
+
+OPTIM = OptimParams(lr=0.02, lr_batch_size=8, warmup_epochs=1, weight_decay=0.1)
+
+
+def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lambda line: None, optim=OPTIM, returned=None, **more):
+    task = task or Regression()
+    snapshots = snapshots if snapshots is not None else []
+    state, evaluated = fit(
+        task,
+        optim,
+        LoopParams(epochs=epochs, evaluate_every=2, save_every_steps=save_every, **more),
+        device=torch.device("cpu"),
+        ranks=Ranks(),
+        checkpointer=Checkpointer(folder, log),
+        snapshot=lambda epoch, model: snapshots.append(epoch),
+        watch=lambda step: Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100),
+        log=lambda line: None,
+    )
+    if returned is not None:
+        returned.append(state)
+    return evaluated.state_dict(), state.curve
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing after it runs."""
+
+
+def kill_at(step):
+    def before(number):
+        if number == step:
+            raise Killed
+
+    return before
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, 5, 6, 9, 10, 14])
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, step):
+    expected, expected_curve = train(tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", Regression(kill_at(step)))
+    weights, curve = train(tmp_path / "cut")
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert curve == expected_curve
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [2, 4, 14])
+def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, number, step):
+    expected, expected_curve = train(tmp_path / "whole", save_every=100)
+    handler = signal.getsignal(number)
+    task = Regression(lambda n: os.kill(os.getpid(), number) if n == step else None)
+    with pytest.raises(Interrupted, match=f"after step {step + 1} is saved") as stopped:
+        train(tmp_path / "cut", task, save_every=100)
+    assert stopped.value.exit_code == 128 + number
+    assert task.number == step + 1
+    weights, curve = train(tmp_path / "cut", save_every=100)
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert curve == expected_curve
+    assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_killed_while_it_evaluates(tmp_path, epoch):
+    """The epoch's steps are saved before its evaluation, which is then all that is done again."""
+
+    class Slow(Regression):
+        def evaluate(self, model):
+            if self.number == 5 * epoch:
+                raise Killed
+            return super().evaluate(model)
+
+    expected, expected_curve = train(tmp_path / "whole", save_every=100)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", Slow(), save_every=100)
+    task = Regression()
+    weights, curve = train(tmp_path / "cut", task, save_every=100)
+    assert task.number == 15 - 5 * epoch
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert curve == expected_curve
+
+
+def test_a_signal_in_the_last_step_of_an_epoch_does_not_wait_for_the_evaluation(tmp_path):
+    class Evaluated(Regression):
+        def evaluate(self, model):
+            raise AssertionError("evaluated")
+
+    task = Evaluated(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 9 else None)
+    with pytest.raises(Interrupted, match="after step 10 is saved"):
+        train(tmp_path, task)
+
+
+def test_two_generations_are_kept_and_a_damaged_newest_is_passed_over(tmp_path):
+    expected, _ = train(tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", Regression(kill_at(13)))
+    files = sorted((tmp_path / "cut").iterdir())
+    assert [f.name[:14] for f in files] == ["step_000000010", "step_000000012"]
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    lines = []
+    weights, _ = train(tmp_path / "cut", log=lines.append)
+    assert "damaged" in lines[0] and "after step 10" in lines[1]
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+def test_only_damaged_states_are_an_error(tmp_path):
+    with pytest.raises(Killed):
+        train(tmp_path, Regression(kill_at(7)))
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="no undamaged training state"):
+        train(tmp_path)
+
+
+class Diverging(Regression):
+    """One target of the batches of these steps, counted from 1, is not finite."""
+
+    def __init__(self, bad, value=math.nan):
+        super().__init__()
+        self.bad, self.value = bad, value
+
+    def batches(self, epoch, start):
+        for number, (x, y) in enumerate(super().batches(epoch, start), epoch * self.steps_per_epoch + start + 1):
+            if number in self.bad:
+                y[0] = self.value
+            yield x, y
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_steps_that_are_not_finite_are_skipped_and_counted_apart(tmp_path, value):
+    """Weights: those of a run whose optimiser never saw these steps. Means: over the finite ones."""
+    task, states = Diverging({3, 8, 9}, value), []
+    weights, curve = train(tmp_path / "a", task, returned=states, epochs=2)
+    assert states[0].bad_steps == 3 and all(torch.isfinite(x).all() for x in weights.values())
+
+    by_hand = Regression()
+    optimizer = build_optimizer(by_hand.model, OPTIM, 8)
+    schedule = build_schedule(optimizer, OPTIM, 8, 2, 5)
+    means = []
+    for epoch in range(2):
+        losses = []
+        for number, batch in enumerate(by_hand.batches(epoch, 0)):
+            optimizer.zero_grad()
+            loss = by_hand.loss(by_hand.model, batch)["loss"]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(by_hand.model.parameters(), 5.0)
+            if 5 * epoch + number + 1 not in {3, 8, 9}:
+                optimizer.step()
+                losses.append(loss.item())
+            schedule.step_update(5 * epoch + number + 1)
+        means.append(np.mean(losses))
+    assert all(torch.equal(weights[name], value) for name, value in by_hand.model.state_dict().items())
+    assert [row["train_loss"] for row in curve] == pytest.approx(means, rel=1e-6)
+
+
+def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
+    with pytest.raises(RunError, match=r"step 8: loss or gradient not finite, 3 steps in a row; .*--replay-bad-step"):
+        train(tmp_path, Diverging({2, 3, 6, 7, 8}), max_bad_steps=3)
+    saved = Checkpointer(tmp_path, lambda line: None).restore()
+    assert saved["run"]["step"] == 6 and saved["run"]["bad_in_a_row"] == 1
+    assert all(torch.isfinite(value).all() for value in saved["model"].values())
+
+    dump = load_dump(tmp_path / "bad_step_000000008.pt")
+    (seen,) = dump["ranks"]
+    assert (dump["step"], dump["epoch"], dump["number"], dump["world_size"]) == (8, 1, 2, 1)
+    assert seen["batch"][0] == "1/2/0" and math.isnan(seen["statistics"]["loss"])
+    again = Diverging({8})
+    again.model.load_state_dict(dump["model"])
+    again.model.train()
+    set_rng_state(seen["rng"])
+    found = diagnose(again, next(again.batches(1, 2)), contextlib.nullcontext)
+    assert found["outputs"] == seen["statistics"]["outputs"] and found["own"] == {"largest": seen["statistics"]["own"]["largest"]}
+    assert set(found["gradients"]) == {name for name, _ in again.model.named_parameters()}
+
+
+def test_diagnosis_names_the_layer_by_hand():
+    task = Regression()
+    with torch.no_grad():
+        task.model[0].weight.fill_(1.0)
+        task.model[0].bias.fill_(0.5)
+        task.model[1].weight[3] = math.inf
+    task.model.eval()
+    found = diagnose(task, (torch.ones(2, 4), torch.zeros(2, 1)), contextlib.nullcontext)
+    assert found["outputs"]["0"] == {"absmax": 4.5, "mean": 4.5, "not_finite": 0}
+    assert found["first_not_finite"] == "1" and found["outputs"]["1"]["not_finite"] == 2
+    assert found["gradients"]["3.weight"]["not_finite"] > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", None])
+def test_what_is_no_dump_says_so(tmp_path, content):
+    if content is not None:
+        (tmp_path / "dump.pt").write_bytes(content)
+    with pytest.raises(UserError, match="no such file" if content is None else "not a dump of a bad step"):
+        load_dump(tmp_path / "dump.pt")
+
+
+def test_accumulation_is_the_whole_batch(tmp_path):
+    """Without dropout and noise: 1, 2 and 4 parts give the same gradients up to rounding, in fp64."""
+
+    class Plain(Regression):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1)).double()
+
+        def loss(self, network, batch):
+            x, y = (t.double() for t in batch)
+            return {"loss": (network(x) - y).square().mean()}
+
+        def evaluate(self, model):
+            return {}
+
+    runs = [train(tmp_path / str(parts), Plain(), accumulate=parts)[0] for parts in (1, 2, 4)]
+    for other in runs[1:]:
+        assert all((runs[0][name] - other[name]).abs().max() < 1e-12 for name in other)
+
+
+def test_moving_average_by_hand(tmp_path):
+    """w ← decay·w + (1 − decay)·model after each step, from the weights at the start; it is what is returned and resumed."""
+    seen = []
+
+    class Watched(Regression):
+        def loss(self, network, batch):
+            seen.append([p.detach().clone() for p in self.model.parameters()])
+            return super().loss(network, batch)
+
+    task = Watched()
+    averaged, _ = train(tmp_path / "a", task, ema_decay=0.9)
+    seen.append([p.detach().clone() for p in task.model.parameters()])
+    expected = seen[0]
+    for weights in seen[1:]:
+        expected = [0.9 * e + 0.1 * w for e, w in zip(expected, weights, strict=True)]
+    names = [name for name, _ in task.model.named_parameters()]
+    for name, e in zip(names, expected, strict=True):
+        torch.testing.assert_close(averaged[name], e)
+    with pytest.raises(Killed):
+        train(tmp_path / "b", Regression(kill_at(9)), ema_decay=0.9)
+    resumed, _ = train(tmp_path / "b", ema_decay=0.9)
+    assert all(torch.equal(averaged[name], resumed[name]) for name in averaged)
+
+
+def test_fp16_lowers_its_scale_where_gradients_overflow(tmp_path):
+    """The first steps are skipped until the scale fits; the run then learns, and a stopped one continues with its scale."""
+    weights, curve = train(tmp_path / "a", Loud(), precision="fp16", epochs=4)
+    with pytest.raises(Killed):
+        train(tmp_path / "b", Loud(kill_at(11)), precision="fp16", epochs=4)
+    saved = Checkpointer(tmp_path / "b", lambda line: None).restore()
+    assert 0 < saved["run"]["bad_steps"] < 10 and saved["scaler"]["scale"] < 2.0**16
+    resumed, resumed_curve = train(tmp_path / "b", Loud(), precision="fp16", epochs=4)
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights) and curve == resumed_curve
+    assert all(torch.isfinite(x).all() for x in weights.values())
+
+
+class Loud(Regression):
+    """A loss so large that its gradient, scaled by 2¹⁶, is no fp16 number."""
+
+    def loss(self, network, batch):
+        losses = super().loss(network, batch)
+        return {**losses, "loss": 30 * losses["loss"]}
+
+
+def test_curve_means_snapshots_and_evaluations(tmp_path):
+    snapshots, noises = [], []
+    task = Regression()
+    inner = task.loss
+    task.loss = lambda network, batch: (
+        noises.append(float(inner(network, batch)["noise"])) or {"loss": network(batch[0]).mean(), "noise": torch.tensor(noises[-1])}
+    )
+    _, curve = train(tmp_path, task, snapshots=snapshots)
+    assert snapshots == [0, 1, 2, 3]
+    assert [row["epoch"] for row in curve] == [1, 2, 3] and [row["step"] for row in curve] == [5, 10, 15]
+    assert ["val_loss" in row for row in curve] == [False, True, True]
+    assert curve[1]["train_noise"] == pytest.approx(np.mean(noises[5:10]), rel=1e-5)
+
+
+def test_schedule_is_linear_warm_up_then_cosine():
+    """Against the formula: rate(s) = min + (peak - min)(1 + cos(pi (s - w)/(S - w)))/2 after w warm-up steps, all scaled by batch/1024."""
+    params = OptimParams(lr=1e-3, warmup_lr=1e-6, min_lr=1e-5, warmup_epochs=2, lr_batch_size=1024)
+    optimizer = build_optimizer(nn.Linear(2, 2), params, batch_size=512)
+    schedule = build_schedule(optimizer, params, 512, epochs=10, steps_per_epoch=7)
+    for step in range(71):
+        schedule.step_update(step)
+        if step < 14:
+            expected = 1e-6 + (1e-3 - 1e-6) * step / 14
+        else:
+            expected = 1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * (step - 14) / 56)) / 2
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(expected / 2, rel=1e-9), step
+
+
+@pytest.mark.parametrize(
+    ("more", "base"),
+    [
+        ({"schedule": "poly"}, lambda step: 1 - step / 70),
+        ({"schedule": "step", "milestones": (6, 9)}, lambda step: 1.0 if step < 42 else 0.1 if step < 63 else 0.01),
+    ],
+)
+def test_schedules_of_the_dense_tasks(more, base):
+    """mmengine's chained schedulers: base(s) times, in the warm-up of w steps, 1 - (1 - s/w)(1 - ratio)."""
+    params = OptimParams(lr=1e-4, warmup_lr=1e-7, warmup_steps=50, lr_batch_size=16, **more)
+    optimizer = build_optimizer(nn.Linear(2, 2), params, batch_size=32)
+    schedule = build_schedule(optimizer, params, 32, epochs=10, steps_per_epoch=7)
+    for step in range(71):
+        schedule.step_update(step)
+        warm = 1 - (1 - step / 50) * (1 - 1e-3) if step < 50 else 1.0
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(2e-4 * base(step) * warm, rel=1e-9), step
+
+
+@pytest.mark.parametrize(
+    ("more", "what"), [({"schedule": "step"}, "milestones"), ({"milestones": (8,)}, "milestones"), ({"warmup_steps": 5}, "warmup_steps")]
+)
+def test_schedules_that_mean_nothing_are_refused(more, what):
+    with pytest.raises(ValueError, match=what):
+        OptimParams(lr=1e-4, **more)
+
+
+def test_rates_decay_by_layer():
+    """timm's rule: the stem is layer 0, block i layer i + 1, what no pattern names the last; each layer's rate is the next one's times 0.5."""
+
+    class Layered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.blocks, self.top = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), nn.Linear(2, 2)
+
+        def group_matcher(self, coarse=False):
+            return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
+
+    model = Layered()
+    params = OptimParams(lr=1.0, lr_batch_size=1, schedule="poly", layer_decay=0.5)
+    optimizer = build_optimizer(model, params, batch_size=1)
+    build_schedule(optimizer, params, 1, epochs=1, steps_per_epoch=4).step_update(1)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    expected = [(model.stem, 1 / 16), *((block, 2.0**i / 8) for i, block in enumerate(model.blocks)), (model.top, 1.0)]
+    for layer, factor in expected:
+        assert rates[id(layer.weight)] == rates[id(layer.bias)] == pytest.approx(0.75 * factor)
+
+
+def test_weight_decay_groups():
+    model = Regression().model
+    decayed = {id(p) for group in build_optimizer(model, OPTIM, 8).param_groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {id(model[0].weight), id(model[3].weight)}
+
+
+def test_clipping_bounds_the_first_update(tmp_path):
+    """AdamW hides the norm's size, so look at the gradient itself: after the step it lies on the clipped sphere."""
+    task = Regression()
+    train(tmp_path, task, epochs=1, optim=OptimParams(lr=1e-9, clip_grad_norm=0.01, warmup_epochs=0))
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in task.model.parameters()))
+    assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
+    """With erasing, mixup, stochastic depth and parts of a batch: the loss that training saw is the dump's, and the replay's."""
+    from repro.data.settings import TransformSettings
+    from repro.models.registry import build_model
+    from repro.tasks.classification.params import MixParams
+    from repro.tasks.classification.task import Classification
+    from repro.training.guard import Guard
+    from repro.training.loop import TrainingState, forward_backward
+
+    class Loader(list):
+        def files(self, epoch, number):
+            return ["a.png"]
+
+    torch.manual_seed(0)
+    model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2, drop_path_rate=0.5).train()
+    made_of = {"transform": TransformSettings(image_size=32, re_prob=0.5), "mix": MixParams(mixup=0.8, cutmix=1.0)}
+    task = Classification(model, Loader([0]), None, batch_size=8, num_classes=10, device=torch.device("cpu"), **made_of)
+    settings = LoopParams(epochs=1, accumulate=accumulate)
+    parts = TrainingState.build(task, OptimParams(lr=1e-3), settings, torch.device("cpu"), Ranks())
+    seen, inner = [], task.loss
+    task.loss = lambda network, batch: (losses := inner(network, batch), seen.append(losses["loss"].item()))[0]
+    batch = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    before = batch[0].clone()
+    guard = Guard(folder=tmp_path)
+    guard.remember()
+    numbers = forward_backward(task, parts, batch, 5.0)
+    trained = list(seen)
+    assert len(trained) == accumulate and numbers["loss"] == pytest.approx(np.mean(trained)) and torch.equal(batch[0], before)
+    how = {"epoch": 0, "number": 0, "autocast": parts.autocast, "ranks": Ranks(), "accumulate": accumulate, "scale": 1.0}
+    with pytest.raises(RunError, match="bad_step_000000006.pt"):
+        guard.dump(task, batch, in_a_row=1, step=6, **how)
+    dump = load_dump(tmp_path / "bad_step_000000006.pt")
+    (of_the_dump,) = dump["ranks"]
+    assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate
+    assert list(of_the_dump["statistics"]["own"]["inner_losses"]) == ["blocks.0.mixer", "blocks.1.mixer"]
+    set_rng_state(of_the_dump["rng"])
+    again = diagnose(task, batch, parts.autocast, dump["accumulate"], dump["scale"])
+    assert again["loss"] == trained[-1] and again["outputs"] == of_the_dump["statistics"]["outputs"]
