@@ -18,7 +18,7 @@ from ..core.record import atomic, make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
 from ..core.ui import Progress
 from ..data.cells import DataCell, open_cell
-from ..data.manifest import IMAGENET_1K
+from ..data.kinds import IMAGENET_1K
 from ..data.tree import Tree
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
