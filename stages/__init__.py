@@ -55,8 +55,7 @@ class Stage:
 
 def stage_names() -> list[str]:
     """The names of all stages, which are those of their modules, in alphabetical order."""
-    library = ("selftest_lab",)
-    return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in library]
+    return [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def load_module(name: str) -> Any:
