@@ -9,13 +9,14 @@ ARGS :=
 # PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
 NEED_GB := 10
 
-.PHONY: help setup lint test test-browser reproduce
+.PHONY: help setup lint test test-browser test-gpu reproduce
 
 help:
 	@echo 'make reproduce   run the whole pipeline; results/tables.md is the page to open afterwards'
 	@echo 'make test        run the tests; ARGS="-k loader" narrows them down'
 	@echo 'make lint        check the style and the format of the Python code'
 	@echo 'make test-browser  open results/report.html in a real browser; pictures of it in .runs/browser'
+	@echo 'make test-gpu    check the kernels and train every nano model on the CUDA GPUs here; skipped where there are none'
 	@echo 'make setup       only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
 
 lint: setup
@@ -32,6 +33,9 @@ test-browser: setup
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 		$(VENV)/bin/python -m playwright install chromium || { echo 'make: no Chromium is to be had; Debian, Ubuntu: apt install chromium' >&2; exit 1; }
 	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
+
+test-gpu: setup
+	$(VENV)/bin/python -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 reproduce: setup
 	@# DVC asks for a Git repository unless told otherwise: an unpacked archive is none

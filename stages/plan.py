@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from repro.core.errors import UserError, did_you_mean
+from repro.core.errors import UserError
 from repro.core.paths import find_root
+from repro.core.profiles import active_profile, find_profile
 from repro.core.ui import print_table
 
 from . import Stage, load_stages
-from .profile import active, names
 
 STAGE = Stage(purpose="check")
 
@@ -31,13 +31,11 @@ def command(
     if gpus < 1:
         raise UserError(f"plan: --gpus {gpus}: expected 1 or more")
     paths = find_root()
-    if profile is not None and profile not in names(paths):
-        raise UserError(f"plan: --profile {profile}: no such profile{did_you_mean(profile, names(paths))}")
-    file = paths.params if profile is None else paths.profiles / f"{profile}.yaml"
+    file = paths.params if profile is None else find_profile(paths, profile)
     rates = Rates(given=parse_rates(img_per_s or []), tflops=tflops, utilisation=utilisation)
     plan = plan_costs(load_stages(), file, paths, rates)
 
-    if profile is not None and active(paths) != profile:
+    if profile is not None and active_profile(paths) != profile:
         print(f"first: repro profile use {profile}")
     table = []
     for row in plan.rows:

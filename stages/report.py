@@ -7,9 +7,10 @@ import typer
 
 from repro.core.config import load_section, load_yaml
 from repro.core.paths import Paths, find_root
+from repro.core.profiles import active_profile
 from repro.papers import find_rooms, load_papers
 
-from . import Stage, describe_verbs, load_stages, profile, stage_names, verb_of
+from . import Stage, describe_verbs, load_stages, stage_names, verb_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     papers = list(load_papers().values())
     results = Results(paths, papers, load_scores(paths))
     verbs = [verb_of(name) for name in stage_names()]
-    named = profile.active(paths, besides=("runtime",))
+    named = active_profile(paths, besides=("runtime",))
     line = write_report(papers, results, params.speed_dtype, verbs, named, with_html=html)
     write_readme_block(paths.root / "README.md", "verbs", describe_verbs())
     print(line)

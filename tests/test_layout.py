@@ -49,6 +49,7 @@ ALLOWED = {
     "repro.training.job": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks", "repro.measure"),
     "repro.faults": ("repro.core", "repro.training"),
     "repro.graph": ("repro.core", "repro.training.job"),
+    "repro.doctor": ("kernels", "repro.core", "repro.data"),
     "repro.papers": ("repro.core", "repro.data", "repro.models", "repro.report", "repro.tasks", "repro.training.job"),
     "repro.planning": ("repro.core", "repro.data", "repro.measure", "repro.benchmark", "repro.report", "repro.papers"),
 }

@@ -121,6 +121,19 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
+def describe_machine() -> dict[str, Any]:
+    """What benchmark numbers depend on: {cpu, cores, usable_cores, gpus, memory_gib}, without importing torch.
+
+    `usable_cores` counts the CPUs that this process may run on. `gpus` has name and driver of each NVIDIA GPU. Memory is in whole
+    GiB, so that a kernel update which reserves a little more changes nothing; None comes with memory_gib_reason.
+    """
+    found = {"cpu": cpu_name(), "cores": os.cpu_count(), "usable_cores": usable_cores(), "gpus": gpu_names()}
+    try:
+        return found | {"memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
+    except (AttributeError, ValueError, OSError):
+        return found | {"memory_gib": None, "memory_gib_reason": "this system does not report it through sysconf"}
+
+
 def seed_everything(seed: int, *, deterministic: bool = True) -> None:
     """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for repeatable algorithms (warns where it has none)."""
     import numpy as np

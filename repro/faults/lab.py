@@ -115,7 +115,11 @@ class Checkout:
     @property
     def states(self) -> list[Path]:
         """The saved training states, newest first."""
-        return sorted(self.root.glob(f".runs/pretrain/{CELL}-*/step_*.pt"), reverse=True)
+        return sorted(self.find_in_run("step_*.pt"), reverse=True)
+
+    def find_in_run(self, pattern: str) -> list[Path]:
+        """The files with such names in the folders where runs of the cell keep what they need to continue."""
+        return list(self.root.glob(f".runs/pretrain/{CELL}/*/{pattern}"))
 
     def edit(self, generate: dict[str, Any] | None = None, **changed: Any) -> None:
         """Write params.yaml, with other values for the cell or for the generation of its data."""
@@ -148,7 +152,7 @@ class Checkout:
 
     def wait_for_training(self, process: subprocess.Popen) -> float:
         """Wait until the process begins to train, or ends; return the time of day then, in seconds."""
-        while process.poll() is None and not any(self.root.glob(f".runs/pretrain/{CELL}-*/run.json")):
+        while process.poll() is None and not self.find_in_run("run.json"):
             time.sleep(0.005)
         return time.time()
 

@@ -74,10 +74,9 @@ class Classifier:
         autocast = torch.autocast(self.device.type, dtype=torch_dtype(dtype), enabled=dtype != "fp32")
         try:
             with autocast:
-                scores = accuracy(self.model, _report_progress(loader, progress), ToInput(self.transform, self.device))
+                return accuracy(self.model, _report_progress(loader, progress), ToInput(self.transform, self.device))
         finally:
             loader.close()
-        return {**{key: value for key, value in scores.items() if key != "images"}, "val_images": scores["images"]}
 
     def _dataset(self, tree: Tree) -> ImageFolder:
         return ImageFolder(tree, "val", eval_transform(self.transform))

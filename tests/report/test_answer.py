@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from repro.core.paths import Paths
+from repro.core.profiles import active_profile
 from repro.report.answer import answer_blocks, find_speeds, readme_blocks
 from repro.report.claims import judge_paper
 from repro.report.markdown import render_blocks
 from repro.report.results import Results
-from stages import profile, stage_names, verb_of
+from stages import stage_names, verb_of
 from stages.report import ReportParams, load_scores, run
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,6 @@ def test_this_readme_is_what_the_committed_records_give(paper, name):
         pytest.skip(f"README.md has no block {name} yet")
     paths = Paths(ROOT)
     results = Results(paths, [paper], load_scores(paths))
-    verbs, named = [verb_of(stage) for stage in stage_names()], profile.active(paths, besides=("runtime",))
+    verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
     report = judge_paper(paper, results, speed_dtype="fp16", verbs=verbs, profile=named)
     assert rest.partition(f"\n<!-- /{name} -->")[0] == readme_blocks(report)[name]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from repro import doctor
 from repro.core import packages
 from repro.core.paths import Paths
-from stages import doctor
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (
@@ -27,7 +27,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def pretend(folder: Path, **versions: str) -> None:
-    """Distributions of which nothing but the metadata is there, as importlib.metadata finds them."""
+    """Distributions that consist of metadata alone, as importlib.metadata finds them."""
     for name, version in versions.items():
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
@@ -71,6 +71,38 @@ def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
     errors, warnings = (sum(mark == kind for mark, _ in marked) for kind in ("error", "warning"))
     assert lines[-1] == f"{errors} errors, {warnings} warnings" and errors >= 2
     assert done.returncode == 1 and done.stderr == f"repro: doctor: {errors} errors; each is named above with its fix\n"
+
+
+@pytest.mark.parametrize(
+    "error", ["ImportError('libcudart.so.13: cannot open shared object file')", "OSError('no space')", "RuntimeError('odd')"]
+)
+def test_it_reports_also_where_torch_is_broken(tmp_path, error):
+    """Every section is there, and the import of torch is an error of one line."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"raise {error}\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert [text for text in lines[:-1] if not text.startswith(" ")] == list(SECTIONS), done.stderr
+    broken = [text for text in lines if "torch and kernels: cannot be imported" in text]
+    assert len(broken) == 1 and broken[0].lstrip().startswith("error") and error.split("'")[1] in broken[0]
+    assert done.returncode == 1 and done.stderr.startswith("repro: doctor: ") and done.stderr.count("\n") == 1
+
+
+def test_a_data_root_may_be_that_of_a_cell(project):
+    """`runtime.data_roots.<cell>` comes before the root of the cell's kind."""
+    project.params.write_text(project.params.read_text().replace("digits: data/digits", "digits: data/digits, photos: data/mine", 1))
+    text = project.params.read_text().replace("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
+    project.params.write_text(text)
+    report = doctor.examine(project)
+    mark, text = line(report["parameters and data"], "runtime.data_roots.photos")
+    assert mark == "error" and "prepare_data.photos needs it" in text
+    (project.root / "data" / "mine").mkdir()
+    assert line(doctor.examine(project)["parameters and data"], "runtime.data_roots.photos") == (
+        "ok",
+        "data/mine, used by prepare_data.photos",
+    )
+    assert line(report["disk and shared memory"], "disk of data root photos")[0] == "ok"
 
 
 def test_a_healthy_machine_ends_with_zero(project, repro_cli, monkeypatch):
@@ -133,17 +165,17 @@ def test_segmentation_is_pinned(tmp_path, monkeypatch):
 
 
 def test_data_and_parameters(project):
-    lines = doctor.run(project)["parameters and data"]
+    lines = doctor.examine(project)["parameters and data"]
     assert line(lines, "params.yaml") == ("note", "edited, equals no profile")
     assert line(lines, "runtime.data_roots.digits") == ("ok", "data/digits, used by prepare_data.digits")
     mark, text = line(lines, "runtime.data_roots.imagenet")
     assert mark == "error" and "does not exist" in text and "docs/data.md" in text
     shutil.rmtree(project.root / "data" / "digits")
-    assert line(doctor.run(project)["parameters and data"], "runtime.data_roots.digits")[0] == "note"
+    assert line(doctor.examine(project)["parameters and data"], "runtime.data_roots.digits")[0] == "note"
     shutil.copy(ROOT / "profiles" / "mini.yaml", project.params)
-    assert line(doctor.run(project)["parameters and data"], "params.yaml") == ("ok", "equals the mini profile")
+    assert line(doctor.examine(project)["parameters and data"], "params.yaml") == ("ok", "equals the mini profile")
     project.params.write_text("runtime: {device: tpu, data_roots: {}}\n")
-    mark, text = line(doctor.run(project)["parameters and data"], "params.yaml")
+    mark, text = line(doctor.examine(project)["parameters and data"], "params.yaml")
     assert mark == "error" and "runtime.device" in text and "profile use mini" in text
 
 
@@ -151,14 +183,14 @@ def test_little_disk_and_shared_memory(project, monkeypatch):
     usage = Usage(total=64 * 2**20, used=0, free=3e9)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setattr(doctor, "SHM", str(project.root))
-    lines = doctor.run(project)["disk and shared memory"]
+    lines = doctor.examine(project)["disk and shared memory"]
     assert line(lines, "disk of project folder")[0] == line(lines, "disk of .runs")[0] == "warning"
     assert line(lines, "disk of data root digits")[0] == "ok"
     mark, text = line(lines, "disk of data root imagenet")
     assert mark == "warning" and text.startswith("3 GB free, 150 GB needed")
     assert line(lines, str(project.root)) == ("ok", "0.062 GiB, runtime.workers is 0")
     project.params.write_text(project.params.read_text().replace("workers: 0", "workers: 4"))
-    mark, text = line(doctor.run(project)["disk and shared memory"], str(project.root))
+    mark, text = line(doctor.examine(project)["disk and shared memory"], str(project.root))
     assert mark == "warning" and "--shm-size" in text
 
 
@@ -177,7 +209,7 @@ def test_a_gpu_that_cannot_be_used(project, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    report = doctor.run(project)
+    report = doctor.examine(project)
     assert line(report["machine"], "GPU, driver") == ("ok", "NVIDIA Old, 470.0")
     mark, text = line(report["machine"], "C compiler")
     assert mark == "error" and "install gcc, or set CC" in text
@@ -187,7 +219,7 @@ def test_a_gpu_that_cannot_be_used(project, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(kernels, "selected_backend", old_gpu)
-    lines = doctor.run(project)["PyTorch and TTT-Linear"]
+    lines = doctor.examine(project)["PyTorch and TTT-Linear"]
     (cpu, gpu) = ((mark, text) for mark, about, text in lines if about == "TTT-Linear")
     assert cpu == ("ok", "torch on cpu, not triton: cpu is old") and gpu[0] == "warning"
     assert gpu[1].startswith("torch on cuda:0, not triton: cuda:0 is old: ")

@@ -136,7 +136,7 @@ def test_a_measured_speed_is_read_from_its_record(checkout, repro_cli):
         (["--tflops", "0"], "--tflops 0.0: expected a number above 0"),
         (["--utilisation", "30"], "at most 1"),
         (["--gpus", "0"], "expected 1 or more"),
-        (["--profile", "papr"], "--profile papr: no such profile; did you mean 'paper'?"),
+        (["--profile", "papr"], "profile papr: no such profile; did you mean 'paper'?"),
     ],
 )
 def test_wrong_input_is_one_line(checkout, repro_cli, arguments, says):

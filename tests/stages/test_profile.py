@@ -1,4 +1,4 @@
-"""`repro profile`: what it shows, and that it never loses edited parameters."""
+"""`repro profile`: what it shows; and it never loses edited parameters."""
 
 import shutil
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_edited_parameters_are_not_overwritten(checkout, capsys):
     params.write_text(edited)
     profile.show(None)
     assert "active: none" in capsys.readouterr().out
-    with pytest.raises(UserError, match="of no profile and would be lost"):
+    with pytest.raises(UserError, match="which would be lost; keep a copy"):
         profile.use("paper")
     assert params.read_text() == edited
     profile.use("paper", force=True)
@@ -57,5 +57,5 @@ def test_comments_and_order_are_no_edit(checkout):
 
 
 def test_an_unknown_profile_is_named_with_the_nearest(checkout):
-    with pytest.raises(UserError, match="'papr': not known; did you mean 'paper'"):
+    with pytest.raises(UserError, match="profile papr: no such profile; did you mean 'paper'"):
         profile.use("papr")

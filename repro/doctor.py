@@ -1,0 +1,175 @@
+"""What a machine and a checkout have and lack: packages, compiler, GPU, kernels, parameters, data and disk, a line for each.
+
+torch, torchvision and the kernels are imported while they are checked and nowhere else, so that this works where they are broken;
+other packages are looked up.
+"""
+
+import importlib
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .core.config import load_section, section_keys
+from .core.errors import UserError
+from .core.packages import INSTALL, REINSTALL, Line, check_floors, check_kernels, check_lock, check_mmseg, version
+from .core.paths import Paths
+from .core.profiles import active_profile
+from .core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
+from .data.kinds import KINDS, PrepareData
+
+WORK_GB = 5  # with less, a run's checkpoints, snapshots and DVC cache do not fit; `repro plan` has the exact number
+SHM = "/dev/shm"
+
+
+def examine(paths: Paths) -> dict[str, list[Line]]:
+    """The title of each section -> its lines. Wrong parameters are a line too; what depends on them then takes the defaults."""
+    try:
+        runtime, problem = load_runtime(paths), None
+    except UserError as error:
+        runtime, problem = Runtime(data_roots={}), str(error)
+    gpus = gpu_names()
+    sections: dict[str, Callable[[], Iterable[Line]]] = {
+        "machine": lambda: check_machine(gpus),
+        "packages": lambda: [*check_floors(paths.root / "pyproject.toml"), *check_lock(paths.root / "requirements.lock")],
+        "name clashes": lambda: check_names(paths),
+        "PyTorch and TTT-Linear": lambda: check_torch(runtime, gpus),
+        "segmentation": check_mmseg,
+        "parameters and data": lambda: check_parameters(paths, runtime, problem),
+        "disk and shared memory": lambda: check_space(paths, runtime),
+    }
+    return {title: list(find_lines()) for title, find_lines in sections.items()}
+
+
+def check_machine(gpus: list[str]) -> Iterator[Line]:
+    """Python, the system, the GPUs that nvidia-smi names, and the compiler that Triton and torch.compile need."""
+    yield "ok", "Python", platform.python_version()
+    yield "ok", "OS", f"{platform.platform()}; {cpu_name()}, {os.cpu_count()} cores"
+    for gpu in gpus:
+        yield "ok", "GPU, driver", gpu
+    if not gpus:
+        yield "note", "GPU, driver", "nvidia-smi names no NVIDIA GPU; everything runs on the CPU"
+    chosen = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # the order in which Triton looks
+    missing = "error" if gpus else "note"
+    if chosen is None or shutil.which(chosen) is None:
+        found = f"$CC is {chosen}, which does not exist" if chosen else "none: neither $CC nor gcc nor clang"
+        yield missing, "C compiler", f"{found}; Triton on CUDA and torch.compile need one: install gcc, or set CC"
+    elif not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        yield missing, "C compiler", f"{chosen}, but no Python.h, which Triton needs: install python3-dev or python3-devel"
+    else:
+        yield "ok", "C compiler", chosen
+
+
+def check_names(paths: Paths) -> Iterator[Line]:
+    """Whether `kernels` and `repro` are the packages of this checkout."""
+    yield from check_kernels()
+    code = Path(__file__).parent.resolve()
+    if code == (paths.root / "repro").resolve():
+        yield "ok", "repro", "the code that runs is this folder's"
+    else:
+        yield "warning", "repro", f"the code that runs is {code}, not this folder's: {REINSTALL}"
+
+
+def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
+    """torch, torchvision, the device of the stages, and which backend of TTT-Linear runs on each device."""
+    try:
+        import torch
+
+        from kernels import selected_backend
+    except Exception as error:  # a broken installation fails in many ways
+        yield "error", "torch and kernels", f"cannot be imported ({_first_line(error)}): {INSTALL}"
+        return
+    cuda = torch.cuda.is_available()
+    yield "ok", "torch", f"{torch.__version__}, CUDA runtime {torch.version.cuda or 'none (a CPU build)'}"
+    if not cuda and (gpus or runtime.device == "cuda"):
+        fix = "update the driver, and look at CUDA_VISIBLE_DEVICES" if torch.version.cuda else f"install a CUDA build: {INSTALL}"
+        mark = "error" if runtime.device == "cuda" else "warning"
+        yield mark, "torch", f"sees no CUDA device (runtime.device: {runtime.device}): {fix}"
+    try:
+        if version("torchvision"):
+            importlib.import_module("torchvision")
+    except Exception as error:  # a build for another torch fails in many ways
+        yield "error", "torchvision", f"does not fit this torch ({_first_line(error)}): {INSTALL}"
+    if cuda or runtime.device != "cuda":
+        yield "ok", "stages run on", f"{choose_device(runtime.device)} (runtime.device: {runtime.device})"
+    for device in ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]:
+        backend, reason = selected_backend("auto", device, dtype=torch.bfloat16), ""
+        if backend != "triton":
+            reason = f", not triton: {_find_obstacle(lambda: selected_backend('triton', device, dtype=torch.bfloat16))}"
+        if device == "cpu" or backend == "triton":
+            yield "ok", "TTT-Linear", f"{backend} on {device}{reason}"
+        else:
+            fix = INSTALL if version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
+            yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"
+
+
+def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Iterator[Line]:
+    """Whether params.yaml can be loaded, and whether the data sets that its cells need are in place.
+
+    Args:
+        paths: the checkout.
+        runtime: its `runtime:` section, or the defaults.
+        problem: what is wrong with that section, if anything is.
+    """
+    try:
+        if problem:
+            raise UserError(problem)
+        profile = active_profile(paths)
+        names = section_keys(paths.params, "prepare_data")
+        cells = {cell: load_section(PrepareData, paths.params, "prepare_data", cell) for cell in names}
+    except UserError as error:
+        yield "error", "params.yaml", f"{error}: correct it, or `repro profile use mini --force`"
+        return
+    yield ("ok" if profile else "note"), "params.yaml", f"equals the {profile} profile" if profile else "edited, equals no profile"
+    users: dict[str, list[str]] = {key: [] for key in runtime.data_roots}
+    for cell, params in cells.items():
+        users.setdefault(cell if cell in runtime.data_roots else params.kind, []).append(cell)
+    for key, needed_by in users.items():
+        subject, folder = f"runtime.data_roots.{key}", runtime.data_roots.get(key)
+        used = ", ".join(f"prepare_data.{cell}" for cell in needed_by)
+        exists = folder is not None and os.path.exists(runtime.data_root(paths, key))
+        state = f"{folder or 'no folder named'}{'' if exists else ', does not exist'}"
+        if not needed_by:
+            yield "note", subject, f"{state}; no prepare_data cell uses it"
+        elif exists:
+            yield "ok", subject, f"{state}, used by {used}"
+        elif folder is not None and any(cells[cell].embedded for cell in needed_by):
+            yield "note", subject, f"{state} yet; `repro prepare-data` writes it for {used}"
+        else:
+            yield "error", subject, f"{state}, and {used} needs it: lay the data out as docs/data.md says, and set {subject}"
+
+
+def check_space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
+    """Free disk space for runs and for data sets that are not there yet, and shared memory for the processes that load data."""
+    wanted = {"project folder": (paths.root, WORK_GB), ".runs": (paths.root / ".runs", WORK_GB)}
+    for key in runtime.data_roots:
+        root, known = runtime.data_root(paths, key), KINDS.get(key)
+        wanted[f"data root {key}"] = root, 0 if known is None or os.path.exists(root) else known.size_gb or 0
+    for name, (folder, need_gb) in wanted.items():
+        while not os.path.isdir(folder):
+            folder = folder.parent
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        short = f", {need_gb} GB needed: make room, or move it to another disk" if free_gb < need_gb else ""
+        yield ("warning" if short else "ok"), f"disk of {name}", f"{free_gb:.0f} GB free{short}"
+    if not os.path.isdir(SHM):
+        yield "note", SHM, "this system has none"
+        return
+    gib = shutil.disk_usage(SHM).total / 2**30
+    small = runtime.workers > 0 and gib < 1
+    fix = ", too small for loading processes: give the container more (--shm-size=8g), or set runtime.workers: 0"
+    yield ("warning" if small else "ok"), SHM, f"{gib:.2g} GiB, runtime.workers is {runtime.workers}{fix if small else ''}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _find_obstacle(choose_triton: Callable[[], Any]) -> str:
+    try:
+        choose_triton()
+    except ValueError as error:
+        return str(error).removeprefix("backend 'triton': ").removesuffix("; use auto, torch or reference")
+    return "`auto` takes it on a GPU only"
