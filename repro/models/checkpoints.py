@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import timm
+import torch
 from torch import Tensor, nn
 
 from ..core.errors import UserError
@@ -99,7 +100,7 @@ class Checkpoint:
         raise NotImplementedError
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """The tensors under this project's names, without a model.
+        """The tensors under this project's names.
 
         Args:
             options: arguments of the model that the tensors are for, by which timm adapts its own weights.
@@ -129,7 +130,9 @@ class OwnFile(Checkpoint):
         return model.eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        return read_state(self.path)
+        # through the model, so that a file that does not fit its own description is an error; the random numbers that this draws
+        # also precede those of a detector's heads, whose initial values they determine
+        return read_state(self.path) if self.task else self.build().state_dict()
 
     def load_into(self, model: nn.Module) -> None:
         """Fill a model, a classifier or a dense one, that was built as the file says, strictly.
@@ -168,7 +171,8 @@ class TimmWeights(Checkpoint):
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
-        return self._build(kept).state_dict()
+        with torch.random.fork_rng(devices=[]):  # what is initialised after this does not depend on where the weights came from
+            return self._build(kept).state_dict()
 
     def _build(self, options: Mapping[str, Any]) -> nn.Module:
         return build_published(self.published, file=self.path, num_classes=self.num_classes, **options)

@@ -15,6 +15,7 @@ from repro.core.errors import UserError
 from repro.models.adapter import ViTAdapter
 from repro.models.checkpoints import open_weights
 from repro.models.pyramid import NativePyramid, build_pyramid, load_backbone
+from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from tests.models.helpers import shaken
 
@@ -31,13 +32,13 @@ NATIVE = [
 ]
 
 
-def trained(folder: Path, name: str = NANO, **options) -> tuple[Path, torch.nn.Module]:
+def trained(folder: Path, name: str = NANO, side: int = 144, **options) -> tuple[Path, torch.nn.Module]:
     """The file that a training of a classifier leaves, and its model."""
     torch.manual_seed(1)
-    model = timm.create_model(name, num_classes=10, **options)
-    path = folder / "weights.safetensors"
-    options = {**options, "num_classes": 10, "img_size": 144}
-    save_weights(path, model, name=name, options=options, preprocessing=PREPROCESSING, classes=list("0123456789"))
+    options = {**options, "num_classes": 10, "img_size": side}
+    model, path = build_model(name, **options), folder / "weights.safetensors"
+    preprocessing = PREPROCESSING | {"input_size": [3, side, side]}
+    save_weights(path, model, name=name, options=options, preprocessing=preprocessing, classes=list("0123456789"))
     return path, model
 
 
@@ -180,7 +181,7 @@ def test_layer_decay_without_a_matcher_is_one_line(monkeypatch):
 @pytest.mark.parametrize("kind", ["own", "timm"])
 def test_every_key_of_a_classifier_is_accounted_for_in_a_native_pyramid(tmp_path, name, options, channels, kind):
     if kind == "own":
-        path, model = trained(tmp_path, name, **options)
+        path, model = trained(tmp_path, name, side=128, **options)
     else:
         torch.manual_seed(1)
         model, path = timm.create_model(name, num_classes=10, **options), tmp_path / "theirs.pth"
@@ -199,10 +200,7 @@ def test_every_key_of_a_classifier_is_accounted_for_in_a_native_pyramid(tmp_path
 
 def test_a_swin_of_smaller_images_is_resampled_to_full_windows(tmp_path):
     """Trained at 64 pixels, its last two stages have windows of 4 and 2."""
-    path, _ = trained(tmp_path, SWIN, **SMALL_SWIN, img_size=64)
-    metadata = {"options": {**SMALL_SWIN, "num_classes": 10, "img_size": 64}, "classes": list("0123456789")}
-    model = timm.create_model(SWIN, **metadata["options"])
-    save_weights(path, model, name=SWIN, preprocessing=PREPROCESSING | {"input_size": [3, 64, 64]}, **metadata)
+    path, model = trained(tmp_path, SWIN, side=64, **SMALL_SWIN)
     pyramid = build_pyramid(SWIN, options=SMALL_SWIN)
     report = load_backbone(pyramid, open_weights(path, model=SWIN))
     key = "layers.3.blocks.0.attn.relative_position_bias_table"
@@ -315,3 +313,21 @@ def test_what_is_refused_leaves_the_adapter_as_it_was(tmp_path, name, options, c
     with pytest.raises(UserError, match=message):
         load_backbone(adapter, open_weights(path, model=name))
     assert all(torch.equal(value, before[key]) for key, value in adapter.state_dict().items())
+
+
+def test_the_random_numbers_after_loading_are_fixed(tmp_path):
+    """They initialise a detector's heads: after a file of this project those that follow a build of its model, else the next ones."""
+    path, model = trained(tmp_path)
+    adapter, swin = build_pyramid(NANO), build_pyramid(SWIN, options=SMALL_SWIN)
+    torch.manual_seed(3)
+    load_backbone(adapter, open_weights(path))
+    found = torch.rand(4)
+    torch.manual_seed(3)
+    timm.create_model(NANO, num_classes=10)
+    assert torch.equal(torch.rand(4), found)
+    torch.save(timm.create_model(SWIN, **SMALL_SWIN, num_classes=10).state_dict(), tmp_path / "swin.pth")
+    torch.manual_seed(3)
+    load_backbone(swin, open_weights(tmp_path / "swin.pth", model=SWIN))
+    found = torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4), found)
