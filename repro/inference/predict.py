@@ -15,6 +15,7 @@ from ..core.runtime import choose_device, load_runtime
 from ..core.ui import print_table
 from ..data.pixels import read_pixels
 from ..models.checkpoints import open_weights
+from ..models.weights import is_foreign
 from ..tasks import load_tasks
 from .pictures import find_pictures
 
@@ -35,6 +36,8 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
             that cannot be read, after the others.
     """
     device = choose_device(load_runtime(find_root()).device)
+    if is_foreign(weights):
+        raise UserError(f"{weights}: not a weights file of this project, which would name its model and its classes")
     checkpoint = open_weights(weights)
     own_task = (checkpoint.task or {"name": "classify"})["name"]
     if task not in (None, own_task):

@@ -213,7 +213,7 @@ def test_files_that_are_no_weights_are_one_line(dense, tmp_path, monkeypatch, re
     description = {"model": "vittt_nanno_patch16_144", "options": {}, "preprocessing": {}, "classes": []}
     save_file({"x": torch.zeros(1)}, tmp_path / "unknown.safetensors", metadata={"vision_ttt_repro": json.dumps(description)})
     for weights, message in (
-        ("picture.png", "not a readable safetensors file"),
+        ("picture.png", "not a weights file of this project"),
         ("unknown.safetensors", "did you mean 'vittt_nano_patch16_144'?"),
     ):
         code, _, err = repro_cli("predict", str(tmp_path / "picture.png"), "--weights", str(tmp_path / weights))
