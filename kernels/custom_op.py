@@ -1,7 +1,7 @@
 """How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and FLOP formulas.
 
-torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode so see one opaque operation, whatever
-backend runs inside.
+To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation,
+whatever backend runs inside.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ NAMESPACE = "vision_ttt"
 class CustomOp:
     """An operator, registered as `vision_ttt::<name>`; calling it gives the operator's output.
 
-    `forward` is the operation itself: (*arguments, backend, keep_states) -> (out, states), with states for the backward pass; or, of
-    an operator that keeps nothing but its inputs, (*arguments, backend) -> out.
-    `backward` is `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, an empty
-    one for an argument that is None. It has no derivative: a second one raises a RuntimeError.
+    `forward` is the operation itself: (*arguments, backend, keep_states) -> (out, states), where states are for the backward pass. If
+    the backward pass needs nothing but the inputs, it is (*arguments, backend) -> out.
+    `backward` is `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, which is
+    empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
 
-    The functions among the arguments below get the operator's arguments as attributes of one object, such as `x.q` and `x.chunk_size`.
+    The functions below get the operator's arguments as attributes of one object, such as `x.q` and `x.chunk_size`.
 
     Args:
         name: of the operator.
@@ -98,7 +98,7 @@ class CustomOp:
         return values[:count], values[count:-1], values[-1]
 
     def _tensors(self, values: Sequence[Any]) -> list[Any]:
-        """Those of a value for each argument that belong to the tensors; a tensor may be None."""
+        """Of one value per argument, those of the tensors; a tensor may be None."""
         return [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
 
     def _run_forward(self, *values: Any) -> Any:
@@ -141,7 +141,7 @@ class CustomOp:
         arguments = [next(saved) if is_tensor else other for other, is_tensor in zip(ctx.others, self._is_tensor, strict=True)]
         gradients: Iterator[Tensor] = iter(self.backward(dout, *results, *arguments, ctx.backend))
         aligned = [next(gradients) if is_tensor else None for is_tensor in self._is_tensor]
-        # of the backend and keep_states, too, there is none
+        # the backend and keep_states have no gradient
         return *(x if needed else None for x, needed in zip(aligned, ctx.needs_input_grad, strict=False)), None, *[None] * self._has_states
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:

@@ -1,7 +1,7 @@
 """The operators as plain PyTorch: decompositions for an exported program, which then runs where this package is not installed.
 
-Each keeps a constant number of graph nodes whatever the number of tokens: what learns or decays along the sequence is PyTorch's
-higher-order `scan` (ONNX's Scan). Forward pass only, of fp32 or fp64 inputs, with a batch of any size.
+The number of graph nodes does not depend on the number of tokens: what learns or decays along the sequence is PyTorch's higher-order
+`scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size.
 
 Shape letters: B images, T tokens, R directions, G groups of B·R·H, and those of each operator in its own module.
 """
@@ -33,7 +33,7 @@ def ttt_linear_by_scan(
     backend: str,
     keep_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The dual form of `ttt_linear.reference`, one chunk a step. Tokens beyond the last have a rate of 0: nothing is learned there."""
+    """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0: nothing is learned there."""
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
     m = -(-T // n)
@@ -63,7 +63,7 @@ def ttt_linear_by_scan(
 
 
 def _scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
-    """(B,T,R,...) with the directions that scan back flipped along T; its own inverse."""
+    """(B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
     return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
 
 
@@ -87,7 +87,7 @@ def selective_scan_by_scan(
     backend: str,
     keep_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of `selective_scan.reference`, one token a step."""
+    """The recurrence of `selective_scan.reference`, a token per step."""
 
     def step(h, u, delta, B, C, A):
         h = torch.exp(delta[..., None] * A) * h + (delta * u)[..., None] * B[:, :, None]
@@ -100,7 +100,7 @@ def selective_scan_by_scan(
 
 
 def bi_wkv_by_scan(w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens before t and, scanned back, after t, each with the largest exponent p taken out of it; then both and t."""
+    """Sums over the tokens before t and, scanned backward, after t, each without its largest exponent p; then both with token t."""
 
     def step(p, numerator, denominator, k, v, w):
         top = torch.maximum(p - w, k)
@@ -118,7 +118,7 @@ def bi_wkv_by_scan(w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, kee
 
 
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
-    """A convolution; a depth-wise one of which every image of the batch has its own window becomes sums over shifted images.
+    """A convolution. A depth-wise one in which every image of the batch has its own window becomes sums over shifted images.
 
     Its number of groups depends on the batch, and ONNX wants a constant.
     """
@@ -138,7 +138,7 @@ def _convolution_backward(dout, x, weight, bias_sizes, stride, padding, dilation
 
 
 def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
-    """Row and column of each element of a window, and the image that it meets."""
+    """Row and column of each element of a window, with the image shifted to it."""
     rows, columns = x.shape[-2:]
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     rows, columns = rows + 2 * padding[0] - height + 1, columns + 2 * padding[1] - width + 1

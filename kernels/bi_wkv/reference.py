@@ -15,13 +15,13 @@ from ..dispatch import compute_dtype
 def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """out_t = Σ_i e^{s_ti} v_i / Σ_i e^{s_ti} with s_ti = k_i − (|t−i| − 1) w for i ≠ t and s_tt = k_t + u, channel by channel.
 
-    This is the paper's equation. The official CUDA kernel computes something else. It walks chunks of ⌈T/32⌉ tokens, and with t0
+    This is the paper's equation. The official CUDA kernel computes something else. It goes through chunks of ⌈T/32⌉ tokens. With t0
     the first token of t's chunk, it takes the exponent k_i − |t−i| w for i < t0 and for i > t, and adds (1 − e^w) e^{(t−i) w + k_i}
-    to the sums for t0 < i ≤ t; its denominator has 1e-6 more, beside a largest term of 1. For w and u as
-    models have them the outputs differ by up to 4 % of the largest at T = 49, and by less the longer the sequence is.
+    to the sums for t0 < i ≤ t; its denominator has 1e-6 more, beside a largest term of 1. For the w and u of models the outputs
+    differ by up to 4 % of the largest one at T = 49, and by less in longer sequences.
 
     Args:
-        w, u: (C,), decay and bonus, both already divided by T. w may be negative: then far tokens weigh more.
+        w, u: (C,), decay and bonus, both already divided by T. If w is negative, far tokens weigh more.
         k, v: (B,T,C), any floating dtype.
 
     Returns:

@@ -6,10 +6,10 @@ w log2 e and bonus U = u log2 e, a direction's state before token t and the sum 
 
     left_t = Σ_{i<t} 2^{−(t−i−1) W} token_i,      total_t = left_t + right_t + 2^U token_t,      out_t = total_t[0] / total_t[1]
 
-`_scan` takes eight neighbouring tokens as a chunk, all chunks abreast: a sweep gives the states within the chunks and the chunks'
-sums, and a scan over those (the same function, decay 8 W) the states at the chunks' starts, which are added. Time is linear in T,
-and the number of operations grows with log T. Either exponents are carried along, the running maxima, which is right for any k, w
-and u; or, where the powers of a whole sequence fit a float, as those of a trained model do, e is None and 2^e is in x.
+`_scan` takes eight neighbouring tokens as a chunk, all chunks side by side. A sweep gives the states within the chunks and the
+chunks' sums; a scan over these sums (the same function, with decay 8 W) gives the states at the chunks' starts, which are added.
+Time is linear in T, and the number of operations grows with log T. The exponents that are carried along are running maxima, which
+is right for any k, w and u. Where the powers of a whole sequence fit a float, as in a trained model, e is None and 2^e is in x.
 
 The backward pass repeats the scans. The gradient is the same kind of sum: with the adjoint tokens (−E, [g, g out] / den), where
 total = 2^E [num, den] and g is out's gradient, and with ⟨a, b⟩ = a[0] b[0] − a[1] b[1],
@@ -33,10 +33,10 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 _CHUNK = 8
-_BLOCK = 2**18  # elements of the tokens' values that are handled at once, so that scratch memory stays in the cache
-_FLOOR = -1e30  # the exponent of nothing: finite, so that the difference of two is 0
-# Without exponents the powers of a sequence stay within 2^±_POWERS and |v| below 2^_VALUES, so that they and the product of both
-# with a gradient of any usual size fit an fp32's 2^±126.
+_BLOCK = 2**18  # elements of the tokens' values that are handled at once: scratch memory stays in the cache
+_FLOOR = -1e30  # the exponent of an empty sum: finite, so that the difference of two is 0
+# Without exponents the powers of a sequence stay within 2^±_POWERS and |v| below 2^_VALUES: they, and the product of both with a
+# gradient of any usual size, fit an fp32's 2^±126.
 _POWERS, _VALUES = 60, 40
 
 Weighted = tuple[Tensor | None, Tensor]
@@ -51,7 +51,7 @@ def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool) -> tu
     """out (B,T,C) in k's dtype, and states of shape `states_shape`, from w, u (C,) and k, v (B,T,C)."""
     out, T = torch.empty_like(k, memory_format=torch.contiguous_format), k.shape[1]
     blocks = _blocks(k.shape)
-    memory = _memory(k[blocks[0]], 3)  # once for all blocks, as the first is the largest: new pages cost more than a scan
+    memory = _memory(k[blocks[0]], 3)  # once for all blocks, since the first is the largest: new pages cost more than a scan
     for here in blocks:
         B, _, C = k[here].shape
         values, left, right = memory[:, :, :B, :, :C]
@@ -93,7 +93,7 @@ def backward(
 
 
 def _blocks(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
-    """The blocks, none larger than the first: some images with all channels, or one image with some."""
+    """The blocks, none larger than the first: some images with all channels, or one image with some channels."""
     B, T, C = shape
     images = max(1, _BLOCK // (2 * T * C))
     channels = min(C, max(32, _BLOCK // (2 * T)))
@@ -101,20 +101,20 @@ def _blocks(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
 
 
 def _memory(k: Tensor, number: int) -> Tensor:
-    """Room for the values of so many scans over k (B,T,C) and what fills its last chunk: (number,2,B,T',C)."""
+    """Memory for the values of `number` scans over k (B,T,C), with its last chunk filled up: (number,2,B,T',C)."""
     B, T, C = k.shape
     return k.new_empty((number, 2, B, T + -T % _CHUNK, C), dtype=compute_dtype(k.dtype))
 
 
 def _tokens(w: Tensor, u: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Weighted, Tensor, Tensor]:
-    """The tokens, their values in x and nothing behind them up to a whole chunk, and w and u in powers of two."""
+    """The tokens, with their values in x and zeros behind them up to a whole chunk, and w and u in powers of two."""
     T, log2e = k.shape[1], 1 / math.log(2)
     w, u, k, v = (x.to(compute_dtype(k.dtype)) for x in (w, u, k, v))
     w, u = w * log2e, u * log2e
     x[:, :, T:] = 0
     largest = [max(abs(extreme.item()) for extreme in y.aminmax()) for y in (w, u, k, v)]
     powers = 2 * T * largest[0] + largest[1] + log2e * largest[2] + math.log2(T)
-    if powers < _POWERS and largest[3] < 2.0**_VALUES:  # false where one is NaN
+    if powers < _POWERS and largest[3] < 2.0**_VALUES:  # false if one of them is NaN
         torch.mul(k, log2e, out=x[1, :, :T]).exp2_()
         torch.mul(x[1, :, :T], v, out=x[0, :, :T])
         return (None, x), w, u
@@ -126,7 +126,7 @@ def _tokens(w: Tensor, u: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Weig
 def _scan(items: Weighted, w: Tensor, reverse: bool, out: Tensor | None = None) -> Weighted:
     """At every token the sum of the items before it (`reverse`: behind it), with 2^{−w} for each token between.
 
-    Without exponents the values are written to `out`, if given.
+    Without exponents the values are written to `out`, if there is one.
     """
     e, x = items
     T = x.shape[2]
@@ -162,7 +162,7 @@ def _scan(items: Weighted, w: Tensor, reverse: bool, out: Tensor | None = None) 
 
 
 def _places(e: Tensor | None, x: Tensor) -> list[Weighted]:
-    """The tokens at each place of a chunk, of e (B,m,n,C) and x (2,B,m,n,C)."""
+    """The tokens of e (B,m,n,C) and x (2,B,m,n,C) at each place of a chunk."""
     values = x.unbind(3)
     return list(zip([None] * len(values) if e is None else e.unbind(2), values, strict=True))
 
@@ -177,25 +177,25 @@ def _advance(state: Weighted, item: Weighted, w: Tensor, decay: Tensor, result: 
 
 
 def _sum(*pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of pairs with exponents, its own being the largest."""
+    """The sum of pairs with exponents; its own exponent is the largest."""
     top = functools.reduce(torch.maximum, (e for e, _ in pairs))
     return top, sum(x * torch.exp2(e - top) for e, x in pairs)
 
 
 def _total(items: Weighted, left: Weighted, right: Weighted, u: Tensor, out: Tensor | None = None) -> Weighted:
-    """left + right + 2^u items; without exponents the values are written to `out`, if given."""
+    """left + right + 2^u items; without exponents the values are written to `out`, if there is one."""
     if items[0] is None:
         return None, torch.add(left[1], right[1], out=out).addcmul_(items[1], torch.exp2(u))
     return _sum(left, right, (items[0] + u, items[1]))
 
 
 def _pair(a: Weighted, b: Weighted, *powers: Tensor) -> Tensor:
-    """⟨a, b⟩ (B,T,C), times two to the powers (C,)."""
+    """⟨a, b⟩ (B,T,C) times two to the `powers` (C,)."""
     product = a[1] * b[1]
     return _times_powers(product[0] - product[1], a[0], b[0], *powers)
 
 
 def _times_powers(x: Tensor, *exponents: Tensor | None) -> Tensor:
-    """x (B,T,C) times two to the sum of the exponents; None is 0."""
+    """x (B,T,C) times two to the sum of the exponents; None counts as 0."""
     known = [e for e in exponents if e is not None]
     return x * torch.exp2(sum(known)) if known else x

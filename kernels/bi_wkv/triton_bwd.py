@@ -4,16 +4,17 @@ Token i has the weight p_ti = e^{s_ti − L_t} in output t, and with g the gradi
 
     dv_i = Σ_t p_ti g_t        dk_i = v_i dv_i − Σ_t p_ti g_t out_t        du = Σ_t p_tt g_t (v_t − out_t)
 
-These are sums of the same kind as the output's: adjoint tokens with the exponents −L_t and the values g_t and g_t out_t. They need
-no maximum beyond the running ones, as p ≤ 1. A token c between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair,
+These are sums of the same kind as the output's, of adjoint tokens with the exponents −L_t and the values g_t and g_t out_t. They
+need no maximum beyond the running ones, since p ≤ 1. A token c between i and t stands for one of the |t−i| − 1 factors e^{−w} of
+that pair,
 
     dw = −Σ_c e^{−w} (a G' − b H' + a' G − b' H)
 
 with the states (a, b) of the tokens before c, (a', b') of those behind it, and (G, H), (G', H') of the adjoint tokens.
 
-The kernel walks as the forward kernel does, with two states in each direction, 24 bytes of scratch memory for a block and channel.
-Every program writes its own sums of dw and du; torch adds them up. No atomics: two runs give the same bits. Shape letters as in
-`triton_fwd`.
+The kernel goes through the tokens as the forward kernel does, with two states in each direction, 24 bytes of scratch memory for a
+block and channel. Every program writes its own sums of dw and du, and torch adds them up. There are no atomics: two runs give the
+same bits. Shape letters as in `triton_fwd`.
 """
 
 import torch
@@ -60,7 +61,7 @@ def backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """dk, dv, and per image dw and du."""
+    """Write dk and dv, and per image dw and du."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
     w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E

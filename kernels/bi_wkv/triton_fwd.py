@@ -1,18 +1,18 @@
 """Bi-WKV in Triton: the forward pass, and what it shares with the backward pass.
 
-One program walks one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T tokens at a time. A block's
-tokens are a tuple of rows, so that a scan over them is straight-line code on a thread's own registers; what hides its latency are
-the two directions, the loads of a block, which are all in flight at once, and the other programs.
+One program walks through one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T tokens at a time. The
+tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own registers. Its latency is hidden by
+the two directions, by the loads of a block, which are all in flight at once, and by the other programs.
 
-Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b with m a running maximum of exponents, which
-is right for any k, w and u. The kernel walks twice. Back, it adds up blocks to the state behind each block, which goes to scratch
-memory, 12 bytes for a block and channel. Forth, it has the state before the block in registers and fetches the one behind it,
-and walks from both through the block. k and v are so read twice, and little else is moved.
+Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b, where m is a running maximum of exponents. This
+is right for any k, w and u. The kernel goes through the tokens twice. Backward, it adds up blocks to the state behind each block,
+which goes to scratch memory, 12 bytes for a block and channel. Forward, it has the state before the block in registers, fetches the
+one behind it, and goes from both through the block. k and v are thus read twice, and little else is moved.
 
-Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do where both are divided by T, one
-exponent for each direction serves a whole block: the token or state that it comes from has a weight of at least 2^−GENTLE in all
-the block's outputs, beside which what is too small for a float is nothing, whatever k is. That saves a fifth of the
-instructions, which are what limits this kernel. Otherwise every token has its own maximum.
+Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one exponent for each
+direction serves a whole block: the token or state that it comes from has a weight of at least 2^−GENTLE in all outputs of the block,
+and what is too small for a float beside it does not matter, whatever k is. That saves a fifth of the instructions, which are what
+limits this kernel. Otherwise every token has its own maximum.
 
 Shape letters: B images, T tokens, C channels.
 """
@@ -30,7 +30,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 LOG2E = tl.constexpr(1.4426950408889634)
 GENTLE = tl.constexpr(40.0)
-FLOOR = tl.constexpr(-1e30)  # the exponent of nothing: finite, so that the difference of two is 0
+FLOOR = tl.constexpr(-1e30)  # the exponent of an empty sum: finite, so that the difference of two is 0
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def step(w, m, a, b, exponent, x, y):
 
 @triton.jit
 def add_block(w, m, a, b, exponents, xs, ys):
-    """The state in front of a block, from the state (m, a, b) behind it. Unlike with `step`, no power waits for another."""
+    """The state in front of a block, from the state (m, a, b) behind it. Unlike in `step`, no power waits for another."""
     BLOCK: tl.constexpr = len(exponents)
     top = m - BLOCK * w
     for j in tl.static_range(BLOCK):
@@ -71,7 +71,7 @@ def load_rows(pointer, left, there, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def exponents_of(rows, scale, left):
-    """scale times the rows; from the `left`-th on nothing, to which nothing is 1."""
+    """scale times the rows; from the `left`-th on an exponent that adds nothing."""
     exponents = ()
     for j in tl.static_range(len(rows)):
         exponents = exponents + (tl.where(j < left, rows[j] * scale, 2 * FLOOR),)
@@ -106,7 +106,7 @@ def products(xs, ys):
 
 @triton.jit
 def sums_behind(decay, state, xs):
-    """At each token the sum of the rows behind it, times `decay` for each token between; `state` is the sum behind the block."""
+    """At each token the sum of the rows behind it, times `decay` for each token in between; `state` is the sum behind the block."""
     sums = ()
     for j in tl.static_range(len(xs) - 1, -1, -1):
         sums = (state,) + sums
@@ -116,7 +116,7 @@ def sums_behind(decay, state, xs):
 
 @triton.jit
 def is_gentle(w, u, BLOCK: tl.constexpr):
-    """Whether one exponent serves a block, for all channels of the program."""
+    """Whether one exponent serves a whole block, for all channels of the program."""
     return tl.max(tl.abs(w) * BLOCK + tl.abs(u), 0) <= GENTLE
 
 
@@ -139,14 +139,14 @@ def nothing(BLOCK_C: tl.constexpr):
 
 @triton.jit
 def load_state(pointer, there, C: tl.constexpr):
-    """(m, a, b) from memory, where they stand C apart."""
+    """(m, a, b) from memory, where they are C apart."""
     m = tl.load(pointer, mask=there, other=FLOOR)
     return m, tl.load(pointer + C, mask=there, other=0.0), tl.load(pointer + 2 * C, mask=there, other=0.0)
 
 
 @triton.jit
 def store_state(pointer, there, C: tl.constexpr, m, a, b):
-    """The reverse of `load_state`, which in the same program needs no barrier: a channel is one thread's."""
+    """The reverse of `load_state`. Between the two, one program needs no barrier: a channel belongs to one thread."""
     tl.store(pointer, m, mask=there)
     tl.store(pointer + C, a, mask=there)
     tl.store(pointer + 2 * C, b, mask=there)
@@ -177,9 +177,9 @@ def forward_kernel(
     BLOCK_C: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """out; with KEEP the binary logarithm of the denominator. `bucket` is a key for tuning.
+    """Write out and, with KEEP, the binary logarithm of the denominator. `bucket` is a key for tuning.
 
-    The compiler knows C, so that the rows' addresses are one and constants: a third of the instructions fewer.
+    The compiler knows C, and the rows' addresses become one address and constants: a third of the instructions fewer.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
@@ -281,7 +281,7 @@ def configs() -> list[triton.Config]:
 
 
 def config_of(tokens: int, warps: int) -> triton.Config:
-    """A thread has one channel, so that the number of warps is that of a program's channels."""
+    """A thread has one channel: the number of warps follows from the channels of a program."""
     return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps}, num_warps=warps, num_stages=1)
 
 
@@ -293,7 +293,7 @@ def launch(
     device: torch.device,
     config: triton.Config | None,
 ) -> None:
-    """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
+    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic."""
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
         if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
@@ -313,7 +313,7 @@ def tuned(kernel, candidates, dtype: torch.dtype):
 def shared_arguments(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
     """The arguments that both kernels take: contiguous k and v, w and u in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of channels in all images: how full the device is decides between configs.
+    `bucket` has the powers of two of T and of the number of channels in all images: the best config depends on how full the device is.
     """
     B, T, C = k.shape
     return {
@@ -343,5 +343,5 @@ def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool, confi
 
 
 def scratch_blocks(T: int, candidates: list[triton.Config], config: triton.Config | None) -> int:
-    """Blocks of a sequence, for the config that has the most of them where it is not yet known which will run."""
+    """The blocks of a sequence, by the config with the most of them if it is not yet known which one will run."""
     return max(triton.cdiv(T, one.kwargs["BLOCK_T"]) for one in ([config] if config else candidates))

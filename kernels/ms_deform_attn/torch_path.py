@@ -1,8 +1,7 @@
 """Multi-scale deformable attention by PyTorch's `grid_sample`, forward and backward: what CPUs run, and any other device.
 
-A level's map is sampled for all heads at once, with each head a sample of the batch, and its points are then summed with their
-weights. The backward pass keeps nothing but the inputs and samples again. On CUDA, `grid_sample` adds the gradient of the map in no
-fixed order.
+A level's map is sampled for all heads at once, each head as a sample of the batch, and its points are then summed with their weights.
+The backward pass keeps only the inputs and samples again. On CUDA, `grid_sample` adds up the gradient of the map in no fixed order.
 
 Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head, N = B·M.
 """

@@ -1,17 +1,17 @@
 """Multi-scale deformable attention in Triton: the backward pass, in two kernels with a sort between them.
 
-With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and the shares
-(1 − |x − j|) (1 − |y − i|) that they have in it,
+With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and their shares
+(1 − |x − j|) (1 − |y − i|) in it,
 
     dweight = Σ_ij share_ij d_ij        dx, dy = weight · Σ_ij (∂share_ij / ∂x, y) d_ij        dvalue_ij = Σ weight · share_ij g
 
-The first kernel goes by rows as the forward kernel does. It has all that the gradients of weights and locations need, and writes
-down each sample's cell, the square between four pixels that it lies in; a map of h by w pixels has h + 1 by w + 1 of them.
+The first kernel works by rows, as the forward kernel does. It has everything that the gradients of weights and locations need, and
+writes down each sample's cell, which is the square between four pixels where it lies; a map of h by w pixels has h + 1 by w + 1.
 
-The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order; here the samples are sorted
-by their cell, torch's stable sort of an int for each, and the second kernel has a program for each pixel and head that adds up
-the samples of the four cells around it, in the order in which they stand: two runs give the same bits. Neighbouring cells of a row
-follow each other in the order, so that these are two stretches of it.
+The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order. Here the samples are sorted by
+their cell, with torch's stable sort of one int for each. The second kernel works by pixels: a program for each pixel and head adds up
+the samples of the four cells around it in their sorted order, and two runs give the same bits. Neighbouring cells of a row follow
+each other in the order; the four cells are two stretches of it.
 
 Shape letters as in `triton_fwd`.
 """
@@ -62,7 +62,7 @@ def points_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dlocations, dweights, and each sample's cell: of `cells` for each image and head, or the number of all for one outside."""
+    """Write dlocations, dweights, and each sample's cell: one of `cells` for each image and head, or their total for one outside."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     there = row < rows
@@ -119,7 +119,7 @@ def value_kernel(
     SAMPLES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dvalue on a level whose tokens start with `first` and whose cells with `first_cell`; `starts` has each cell's in `order`."""
+    """Write dvalue on a level whose tokens begin at `first` and whose cells at `first_cell`. `starts`: where each cell begins in `order`."""
     program = tl.program_id(0)
     head, pixel, image = program % M, program // M % (h * w), (program // M // (h * w)).to(tl.int64)
     i, j = pixel // w, pixel % w
@@ -143,7 +143,7 @@ def value_kernel(
 
 
 def configs(head_dim: int) -> list[triton.Config]:
-    """The candidates of the kernel that goes by pixels; the first is the default, which runs untuned."""
+    """The candidates of the kernel by pixels; the first is the default, which runs untuned."""
     found = (max(1, channels * 32 // triton.next_power_of_2(head_dim)) for channels in (8, 16, 4))
     return [triton.Config({"SAMPLES": samples}, num_warps=1, num_stages=1) for samples in dict.fromkeys(found)]
 
@@ -169,7 +169,7 @@ def backward(
     arguments |= {"dout_ptr": dout.to(value.dtype).contiguous(), "cells": cells}
     dvalue = value.new_empty(value.shape)
     dlocations, dweights = (x.new_empty(x.shape, dtype=torch.float32) for x in (locations, weights))
-    # half the sort's work, wherever it will do
+    # an int32 halves the work of the sort, where it is enough
     index = torch.int32 if B * M * cells < 2**31 else torch.int64
     cell_of_sample = torch.empty(weights.numel(), dtype=index, device=device)
     to_points = {"dlocations_ptr": dlocations, "dweights_ptr": dweights, "cells_ptr": cell_of_sample}

@@ -1,11 +1,11 @@
 """Multi-scale deformable attention in Triton: the forward pass, and what it shares with the backward pass.
 
-A row is one head of one query. A program has some rows, whose points it takes one after the other; for each, the four neighbours'
-channels are on their way at once, and a thread has a few neighbouring channels of a row, so that it loads them together. Rows
-that follow each other are the heads of one query, which stand side by side in the value, too.
+A row is one head of one query. A program takes the points of some rows one after the other. For each point, the channels of all four
+neighbours are loaded at once, and a thread has a few neighbouring channels of a row, which it loads together. Rows that follow each
+other are the heads of one query, and these lie side by side in the value, too.
 
-The levels' sizes are plain arguments, not compile-time constants, so that images of a new size compile nothing; hence the bound on
-the number of levels. Coordinates, samples and sums are fp32.
+The levels' sizes are plain arguments and not compile-time constants, so that images of a new size compile nothing; hence the bound
+on the number of levels. Coordinates, samples and sums are fp32.
 
 Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head.
 """
@@ -28,7 +28,7 @@ SIZES = [f"{side}{level}" for level in range(MAX_LEVELS) for side in "hw"]
 
 @triton.jit
 def pixel_coordinates(locations_ptr, sample, there, h, w):
-    """(x, y) of samples on a map of h rows and w columns; far outside of it where not `there`."""
+    """(x, y) of samples on a map of h rows and w columns; far outside of it for those that are not `there`."""
     x = tl.load(locations_ptr + 2 * sample, mask=there, other=-8.0)
     y = tl.load(locations_ptr + 2 * sample + 1, mask=there, other=-8.0)
     return x * w - 0.5, y * h - 0.5
@@ -38,7 +38,8 @@ def pixel_coordinates(locations_ptr, sample, there, h, w):
 def cell_of(x, y, h, w):
     """The row and the column of the upper left neighbour, from −1 on, and whether any neighbour is on the map; 0, 0 where none is.
 
-    What is far away need not fit an int. The shares that follow from 0, 0 are of zeros; those of a NaN are NaN, which so shows.
+    A point that is far away need not fit an int. The shares that follow from 0, 0 are shares of zeros; those of a NaN are NaN, which
+    shows in the output.
     """
     near = (x >= -1.0) & (x < w) & (y >= -1.0) & (y < h)
     return tl.where(near, tl.floor(y), 0.0).to(tl.int32), tl.where(near, tl.floor(x), 0.0).to(tl.int32), near
@@ -46,7 +47,7 @@ def cell_of(x, y, h, w):
 
 @triton.jit
 def load_pixel(map_ptr, i, j, near, h, w, c, M: tl.constexpr, C: tl.constexpr):
-    """The channels of pixel (i, j) of each row's map, fp32; zeros outside."""
+    """The channels of pixel (i, j) of each row's map in fp32, zeros outside."""
     inside = near & (i >= 0) & (i < h) & (j >= 0) & (j < w)
     at = map_ptr + (i * w + j).to(tl.int64) * (M * C)
     return tl.load(at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
@@ -77,7 +78,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out. `bucket` is a key for tuning; WIDTH is C or the next power of two."""
+    """Write out. `bucket` is a key for tuning; WIDTH is C or the next power of two."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     there = row < rows
@@ -116,9 +117,9 @@ def unsupported(dtype: torch.dtype, head_dim: int, levels: int) -> str | None:
 
 
 def configs(head_dim: int) -> list[triton.Config]:
-    """The candidates of the kernels that go by rows; the first is the default, which runs untuned.
+    """The candidates of the kernels by rows; the first is the default, which runs untuned.
 
-    As many rows to a program as give each thread 8 channels, 8 in four warps, 4 or 16.
+    A program has as many rows as give each thread 8 channels, 8 in four warps, 4, or 16.
     """
     width = triton.next_power_of_2(head_dim)
     found = ((max(1, channels * 32 * warps // width), warps) for channels, warps in ((8, 1), (8, 4), (4, 1), (16, 1)))
@@ -133,7 +134,7 @@ def launch(
     device: torch.device,
     config: triton.Config | None,
 ) -> None:
-    """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
+    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic."""
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
         if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
@@ -152,7 +153,7 @@ def tuned(kernel, candidates, head_dim: int):
 def shared_arguments(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> dict[str, object]:
     """The arguments that the kernels by rows take: contiguous tensors, locations and weights in fp32, and the sizes.
 
-    `bucket` is the power of two of the number of samples: how full the device is decides between configs.
+    `bucket` is the power of two of the number of samples: the best config depends on how full the device is.
     """
     B, Q, M, L, P = weights.shape
     levels = dict(zip(SIZES, [*shapes, *[1] * (len(SIZES) - len(shapes))], strict=True))
@@ -174,12 +175,12 @@ def shared_arguments(value: Tensor, shapes: Sequence[int], locations: Tensor, we
 
 
 def by_rows(rows: int) -> Callable:
-    """The grid of the kernels that go by rows."""
+    """The grid of the kernels by rows."""
     return lambda meta: (triton.cdiv(rows, meta["ROWS"]),)
 
 
 def forward(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor, config: triton.Config | None = None) -> Tensor:
-    """out (B,Q,M,C) in value's dtype, from value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P).
+    """out (B,Q,M,C) in value's dtype, of value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P).
 
     `config` is one of `configs`; None tunes.
     """

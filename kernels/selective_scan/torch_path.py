@@ -1,14 +1,15 @@
 """The selective scan in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other device.
 
-The states of a tile, some tokens of some images in all directions, are laid out with channels innermost. All but the recurrence
-itself is done for the whole tile at once, in buffers that are allocated once and stay in the cache; a token of the recurrence is
-then one operation over images, directions, states and channels. Combining several tokens into one step would cost more passes
-over the tile than it saves operations, from some two thousand elements a token on. A back direction is gathered in scan order.
+The states of a tile, some tokens of some images in all directions, are laid out with channels innermost. Everything except the
+recurrence itself is done for the whole tile at once, in buffers that are allocated once and stay in the cache. A token of the
+recurrence is then one operation over images, directions, states and channels. From some two thousand elements a token on, combining
+several tokens into one step would cost more passes over the tile than it saves operations. A backward direction is gathered in scan
+order.
 
-exp(Δ A) is 2^(Δ A log₂e), which has a vectorised form on every CPU and an exponent that is never positive for A < 0: nothing is
-divided by a decay, so that no step size overflows.
+exp(Δ A) is 2^(Δ A log₂e), which has a vectorised form on every CPU. Its exponent is never positive for A < 0, and nothing is divided
+by a decay: no step size overflows.
 
-The backward pass keeps the state at the start of every tile but the first, repeats the tile's scan, and walks back. With
+The backward pass has the state at the start of every tile except the first. It repeats a tile's scan and goes back through it. With
 a_t = exp(Δ_t A), dy = dL/dy and g_t = dL/dh_t:
 
     g_t = C_t dy_t + a_{t+1} g_{t+1}        p_t = g_t a_t h_{t−1}
@@ -28,14 +29,14 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-# Elements of a token's states that make its step worth its dispatch, and elements of a tile's buffer that leave it in the cache.
+# elements of a token's states that make its step worth its dispatch, and elements of a tile's buffer that keep it in the cache
 _STEP_ELEMENTS = 32768
 _TILE_ELEMENTS = 786432
 _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for u of shape (B,T,R,E), one per tile but the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for u of shape (B,T,R,E), one per tile except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     tokens = _tile_tokens(shape, state_dim)
     return (T + tokens - 1) // tokens - 1 if keep_states else 0, images, R, state_dim, E
@@ -53,7 +54,7 @@ def forward(
     reverse: Sequence[bool],
     keep_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, and what the backward pass needs beside the inputs.
+    """The output, and what the backward pass needs beside the inputs.
 
     Args:
         u, delta: (B,T,R,E) of one dtype. A: (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E).
@@ -93,7 +94,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
     du, ddelta, dB, dC = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, delta, B, C))
-    # summed over the directions in the compute dtype, and then rounded
+    # it is summed over the directions in the compute dtype, and then rounded
     dz = None if z is None else torch.empty(u.shape, dtype=states.dtype, device=u.device)
     dA, dD, dbias = (torch.zeros(x.shape, dtype=states.dtype, device=u.device) for x in (A.mT, D, delta_bias))
     for images in _blocks(u.shape, A.shape[-1]):
@@ -128,7 +129,7 @@ def _blocks(shape: Sequence[int], state_dim: int) -> list[slice]:
 class _Scan:
     """What the tiles of a block of images share: inputs by rows, parameters with states before channels, memory, the start state.
 
-    `memory` has `buffers` pieces for a tile's states and then `vectors` pieces for its channels.
+    `memory` has `buffers` pieces for a tile's states, then `vectors` pieces for its channels.
     """
 
     def __init__(self, images, u, delta, A, B, C, D, z, delta_bias, reverse, *, buffers, vectors):
@@ -152,7 +153,7 @@ class _Scan:
         self.rows = (tokens * R + torch.arange(R, device=device)).flatten().split(self.length * R)
 
     def scatter(self, target: Tensor, number: int, source: Tensor) -> None:
-        """Write a tile's (b,L,R,·) to where its tokens are in target (B,T,R,·)."""
+        """Write a tile's (b,L,R,·) to the places of its tokens in target (B,T,R,·)."""
         first = number * self.length
         last = first + source.shape[1]
         for r, back in enumerate(self.reverse):
@@ -166,7 +167,7 @@ class _Tile:
     """The tokens of one tile in scan order, and their decays a and states h (b,L,R,N,E), all in the block's memory."""
 
     def __init__(self, scan: _Scan, number: int):
-        """Load the tile and compute its states, from the block's start state."""
+        """Load the tile and compute its states from the block's start state."""
         self.whole, self.rows = scan, scan.rows[number]
         b, R, N, E = scan.shape
         L = len(self.rows) // R
@@ -201,8 +202,8 @@ class _Tile:
     def backward(self, dout_rows: Tensor, carry: Tensor, dA: Tensor, dD: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of u, delta, B, C, z over the tile.
 
-        `carry`, a_t g_t of the token that follows the tile in scan order, becomes that of its first token; dA, dD and dbias are
-        added to.
+        `carry`, a_t g_t of the token that follows the tile in scan order, becomes that of the tile's first token. The tile's part is
+        added to dA, dD and dbias.
         """
         a, h, g = self.a, self.h, self.free.pop(0)
         dz, dy = None, self.gather(dout_rows, self.rows)
@@ -249,7 +250,7 @@ def _over_channels(x: Tensor, weights: Tensor) -> Tensor:
 def _softplus(x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
     """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|, several times faster than PyTorch's own on CPUs.
 
-    With w = 1 + e as it is rounded, log(1 + e) is log w + (e − (w − 1)) / w.
+    With w the rounded 1 + e, log(1 + e) is log w + (e − (w − 1)) / w.
     """
     e = torch.abs(x, out=out).mul_(-math.log2(math.e)).exp2_()
     w = torch.add(e, 1, out=scratch)

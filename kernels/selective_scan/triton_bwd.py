@@ -3,20 +3,21 @@
 One program, a single warp as in `triton_fwd`, walks the channels of one image and direction from the last group of tokens to the
 first, with the gradient of the state in fp32 registers. A group is done in two loops:
 
- 1. Forth, from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, for one group,
-    whatever T is.
- 2. Back, span by span: its decays and states again, all in registers, and then, with a_t = exp(Δ_t A), dy = dL/dy, g_t = dL/dh_t,
+ 1. Forward from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, which is that of one
+    group, whatever T is.
+ 2. Backward, span by span: its decays and states again, all in registers, and then, with a_t = exp(Δ_t A), dy = dL/dy, g_t = dL/dh_t,
 
         g_t = C_t dy_t + a_{t+1} g_{t+1}        p_t = g_t a_t h_{t−1}
         dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
         dΔ_t = u_t Σ_n g_t B_t + Σ_n p_t A      dA = Σ_t Δ_t p_t                     dD = Σ_t dy_t u_t
 
 Sums over states and sums over channels are both needed here. A state tile has the shape (n1,e1,n2,e2), with four n2 and eight e2:
-Triton then spreads these over the 32 threads, and n1 and e1 lie in each, so that a sum over either takes two or three shuffles and
-not five. Neighbours in memory are neighbours in n1 or e1: were they so in e2, the wide loads would lead Triton to another layout.
+Triton then spreads these over the 32 threads, and each thread has all n1 and e1. A sum over states or over channels thus takes two or
+three shuffles instead of five. Neighbours in memory are neighbours in n1 or e1: if they were neighbours in e2, the wide loads would
+lead Triton to another layout.
 
-Every program writes its own share of dB and dC, and of the parameters' gradients; torch adds them up. No atomics: two runs give
-the same bits. A token beyond T is one with Δ = 0, which changes no state. Shape letters as in `triton_fwd`.
+Every program writes its own part of dB, dC and the parameters' gradients, and torch adds them up. There are no atomics: two runs
+give the same bits. A token beyond T has Δ = 0 and changes no state. Shape letters as in `triton_fwd`.
 """
 
 from collections.abc import Sequence
@@ -31,25 +32,25 @@ from .triton_fwd import LOG2E, launch, place, programs, shared_arguments, sigmoi
 
 @triton.jit
 def over_states(x):
-    """Σ_n of a state tile: (n1,e1,n2,e2) -> (e1,e2). First within the threads, then between them."""
+    """Σ_n of a state tile: (n1,e1,n2,e2) -> (e1,e2), first within the threads, then between them."""
     return tl.sum(tl.sum(x, 0), 1)
 
 
 @triton.jit
 def over_channels(x):
-    """Σ_e of a state tile: (n1,e1,n2,e2) -> (n1,n2). First within the threads, then between them."""
+    """Σ_e of a state tile: (n1,e1,n2,e2) -> (n1,n2), first within the threads, then between them."""
     return tl.sum(tl.sum(x, 1), 2)
 
 
 @triton.jit
 def channels(x):
-    """(e1,e2), as part of a state tile."""
+    """(e1,e2) as the channels of a state tile."""
     return x[None, :, None, :]
 
 
 @triton.jit
 def states(x):
-    """(n1,n2), as part of a state tile."""
+    """(n1,n2) as the states of a state tile."""
     return x[:, None, :, None]
 
 
@@ -98,7 +99,7 @@ def backward_kernel(
     GATE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """du, ddelta; per direction dz; per program dB, dC, dA, dD and dbias. `x_b`, `x_t`, `x_r` are x's strides."""
+    """Write du and ddelta, dz per direction, and dB, dC, dA, dD and dbias per program. `x_b`, `x_t`, `x_r` are x's strides."""
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     n = tl.arange(0, N // 4)[:, None] + N // 4 * tl.arange(0, 4)[None, :]
     c = tl.arange(0, BLOCK // 8)[:, None] + BLOCK // 8 * tl.arange(0, 8)[None, :]

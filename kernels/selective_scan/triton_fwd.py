@@ -1,12 +1,12 @@
 """The selective scan in Triton: the forward pass, and what it shares with the backward pass.
 
-One program, a single warp, scans 32 channels of one image in one direction; a thread holds all states of a channel in fp32
-registers, so that the sum over the states needs no exchange and no barrier. Both directions are one launch: a back direction
-counts its tokens from the end. The next token travels while this one is computed.
+One program, a single warp, scans 32 channels of one image in one direction. A thread holds all states of a channel in fp32
+registers, and the sum over the states needs no exchange and no barrier. Both directions are one launch: a backward direction counts
+its tokens from the end. The next token is loaded while this one is computed.
 
-exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which is what bounds the kernel in two-byte elements.
+exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
-u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be parts of a
+u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be slices of a
 projection's output.
 
 Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
@@ -42,7 +42,7 @@ def place(T, R, E, reverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|. With w = 1 + e as it is rounded, log(1 + e) is log w + (e − (w − 1)) / w."""
+    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|. With w the rounded 1 + e, log(1 + e) is log w + (e − (w − 1)) / w."""
     e = tl.exp2(tl.abs(x) * -LOG2E)
     w = 1.0 + e
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) / w)
@@ -89,7 +89,7 @@ def forward_kernel(
     GATE: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """out; with KEEP the state at the start of every group of GROUP tokens but the first. `x_b`, `x_t`, `x_r` are x's strides."""
+    """Write out and, with KEEP, the state at the start of every group of GROUP tokens except the first. `x_b`, `x_t`, `x_r`: x's strides."""
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     e, n = channel + tl.arange(0, BLOCK), tl.arange(0, N)
     inside = e < E
@@ -151,7 +151,7 @@ def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for u of shape (B,T,R,E), one per group but the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for u of shape (B,T,R,E), one per group except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     return images, R, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, state_dim, E
 
@@ -183,7 +183,7 @@ def programs(shape: Sequence[int]) -> int:
 
 
 def launch(kernel, count: int, arguments: dict[str, object], device: torch.device) -> None:
-    """Run `count` programs of `kernel`, a warp each. It is the only config: nothing is tuned, and every run gives the same bits."""
+    """Run `count` programs of `kernel`, a warp each. There is one config: nothing is tuned, and every run gives the same bits."""
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
         kernel[(count,)](**arguments, num_warps=1, num_stages=1)
@@ -201,7 +201,7 @@ def forward(
     reverse: Sequence[bool],
     keep_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
+    """The output, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
 
     Args:
         u, delta: (B,T,R,E) of one dtype. A: (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E).

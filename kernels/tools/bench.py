@@ -1,11 +1,11 @@
-"""How fast are the kernels on this GPU? Beside them the torch backend, implementations of others, and a copy.
+"""How fast are the kernels on this GPU, beside the torch backend, other people's kernels, and a copy?
 
-Inputs are as a layer gives them, in bf16, parameters in fp32; both directions always run. What belongs to an operator, the
-implementations of others and the form in which they get the same work, is in its module of cases, see `operators`.
+Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. What belongs to one operator, such as
+other people's kernels and the form in which they get the same work, is in its module of cases, see `operators`.
 
-Times are CUDA events around each call, the second-level cache cleared before it. Where the work is shorter than Python's way to
-the launch, some tens of microseconds, they show that way: at T = 196 of every implementation. Nothing here checks results:
-`check` does.
+Times are CUDA events around each call, with the second-level cache cleared before it. Work that is shorter than the tens of
+microseconds that Python needs for a launch shows that time instead: at T = 196 all implementations do. Results are checked by `check`,
+not here.
 """
 
 import functools
@@ -26,12 +26,12 @@ OURS = ("copy", "triton", "torch")
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 FORWARD, BOTH_PASSES = "forward", "forward+backward"
 
-# of a device: a function and its inputs
+# device -> a function and its inputs
 Maker = Callable[[torch.device], tuple[Callable[..., Tensor], list[Tensor]]]
 
 
 def ours(function: Callable[..., Tensor], inputs: Callable[[torch.device], list[Tensor]]) -> dict[str, Maker]:
-    """An operator's own implementations by name: its function on its backends, all with the same `inputs`."""
+    """An operator's own implementations by name: its function on two backends, with the same `inputs`."""
     return {name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")}
 
 
@@ -39,9 +39,9 @@ def rows(cases: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each shape, implementation and pass of an operator, as it is measured.
 
     A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes, gflop,
-    gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}: bytes and gflop by the sizes, whatever the implementation
-    moves and does; the share is the time of a device copy of these bytes over the row's; the peak is above the inputs.
-    `status` is `ok`; or `oom`, `failed` or, for another's that is not there, `unavailable`, with null numbers and the reason.
+    gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes, whatever the implementation
+    moves and does. The share is the time of a device copy of these bytes over the row's. The peak is that above the inputs.
+    `status` is `ok`; or `oom`, `failed` or, for a package that is not installed, `unavailable`, with null numbers and the reason.
     """
     for sizes in cases.shapes():
         for passes in (FORWARD, BOTH_PASSES):
@@ -52,7 +52,7 @@ def rows(cases: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def copy_step(sizes: Any, passes: str, device: torch.device) -> Callable[[], Any]:
-    """A call that reads and writes half of the bytes each."""
+    """A call that reads half of the bytes and writes the other half."""
     source = torch.zeros(sizes.bytes(passes) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -98,7 +98,7 @@ def _measured(
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return _blank(cases, name, sizes, passes, "oom") | failure(error)
-    except Exception as error:  # whatever a peer may raise: one row less, and not the end of an hour's measuring
+    except Exception as error:  # whatever other people's code raises costs one row and not an hour of measuring
         return _blank(cases, name, sizes, passes, "failed") | failure(error)
 
 
@@ -124,7 +124,7 @@ def _filled(
     row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
     if name == "copy":
-        return row | {"gflop": None, "reason": "a copy computes nothing, and is what the share is of"}
+        return row | {"gflop": None, "reason": "a copy computes nothing, and the shares refer to it"}
     row["tflop_per_s"] = row["gflop"] / median
     if copy_ms is None:
         return row | {"reason": "the copy could not be measured"}
@@ -132,7 +132,7 @@ def _filled(
 
 
 def summarise(cases: ModuleType, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """At the shape that the operator's goals are about: times the fastest of the others, where it has some; share of a copy."""
+    """At the shape that the operator's goals are about: how many times as fast as the fastest peer, if any; share of a copy."""
     here = {
         (row["implementation"], row["passes"]): row["median_ms"]
         for row in measured
@@ -147,12 +147,12 @@ def summarise(cases: ModuleType, measured: Iterable[dict[str, Any]]) -> dict[str
         copied = here.get(("copy", passes))
         found[f"{key}_share_of_copy_percent"] = 100 * copied / kernels if kernels and copied else None
     if None in found.values():
-        found["reason"] = "a row that it compares is missing or did not run; see the rows"
+        found["reason"] = "a row that is compared is missing or did not run; see the rows"
     return found
 
 
 def tuned_configs(cases: ModuleType) -> list[dict[str, Any]]:
-    """What the tuning chose in this process for bf16: {operator, kernel, key, config} for each."""
+    """The configs that tuning chose in this process for bf16: {operator, kernel, key, config} each."""
     return [
         {"operator": cases.NAME, "kernel": kernel.__name__, "key": [str(part) for part in key], "config": describe(config)}
         for kernel, tuner in cases.tuners()

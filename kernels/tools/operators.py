@@ -44,7 +44,7 @@ def merge_rows(before: Mapping[str, Any], chosen: Collection[ModuleType], rows: 
     """The rows of a record, operator by operator, and the `source_hash` of each: of the `chosen` ones as now, of the others as before.
 
     Args:
-        before: the record until now, {rows, source_hash}; empty where there is none.
+        before: the record until now, {rows, source_hash}; empty if there is no record.
         chosen: the cases of the operators that `rows` are about.
         rows: their rows, each with its `operator`.
     """

@@ -1,12 +1,12 @@
-"""flash-linear-attention's TTT-Linear (package `flash-linear-attention`, the extra `bench`), called as ours is.
+"""flash-linear-attention's TTT-Linear (package `flash-linear-attention`, the extra `bench`), called like ours.
 
-Its inner learning rate is one factor per query row, the last row's for the state update; ours is c[row] · lr[column]. The two
-compute the same where our lr is constant within a chunk. It has one direction, and its public functions put the residual on
-O = QW + β − AG where ours has it on Q, so `out` here takes O from the autograd function under the public one and applies the
+Its inner learning rate is one factor per query row, with the last row's for the state update; ours is c[row] · lr[column]. The two
+compute the same where our lr is constant within a chunk. It has one direction. Its public functions put the residual on
+O = QW + β − AG, where ours has it on Q; therefore `out` takes O from the autograd function under the public one and applies the
 output norm itself, with the package's own kernel. All gradients then correspond one to one, that of lr summed over a chunk.
 
-Its kernels are tuned once per process and chunk size, whatever dtype and T they meet first, and the choice goes to disk: here
-the disk is left out and `forget_tuning` makes it tune again, so that each shape is measured with what suits it.
+Its kernels are tuned once per process and chunk size, for whatever dtype and T come first, and the choice is kept on disk. Here the
+disk is left out, and `forget_tuning` makes it tune again: each shape is measured with the config that suits it.
 Shape letters: B samples, T tokens, H heads, D head width.
 """
 
@@ -30,10 +30,10 @@ def installed() -> bool:
 
 
 def _import(name: str) -> ModuleType:
-    """A module of the package, whose tuning keeps off the disk: it reads that wish when it is first imported.
+    """A module of the package, which is told at its first import not to keep its tuning on disk.
 
     Raises:
-        ImportError: not installed. RuntimeError: something imported it before, with the disk.
+        ImportError: not installed. RuntimeError: it was imported before, with the disk.
     """
     os.environ["FLA_CACHE_RESULTS"] = "0"
     module = importlib.import_module(f"{PACKAGE}.{name}")
@@ -56,7 +56,7 @@ def arguments(
     chunk_size: int,
     eps: float = 1e-6,
 ) -> dict[str, Any]:
-    """The keyword arguments of its functions for those of `kernels.ttt_linear`: the layout (B,T,H,D) is the same."""
+    """The keyword arguments of its functions, from those of `kernels.ttt_linear`: the layout (B,T,H,D) is the same."""
     B, T = q.shape[:2]
     c = token_scale.repeat(-(-T // chunk_size))[:T]
     eta = (c[None, :, None] * lr)[..., None]
@@ -64,11 +64,11 @@ def arguments(
         "q": q,
         "k": k,
         "v": v,
-        # its kernels want these three in q's dtype; it sums the gradients of w and b in that dtype, too
+        # its kernels want these three in q's dtype, and sum the gradients of w and b in that dtype, too
         "w": ln_weight.to(q.dtype),
         "b": ln_bias.to(q.dtype),
         "eta": eta.to(q.dtype),
-        "scale": 1.0,  # D^-1/2 unless said
+        "scale": 1.0,  # the default is D^-1/2
         "eps": eps,
         "chunk_size": chunk_size,
         "initial_state": W0.expand(B, *W0.shape),
@@ -77,13 +77,13 @@ def arguments(
 
 
 def public(kind: str) -> Callable[..., Tensor]:
-    """Its function as its users call it, for timing: of `arguments`."""
+    """Its function of `arguments`, as its users call it, for timing."""
     function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
     return lambda **given: function(**given, output_final_state=False)[0]
 
 
 def forget_tuning() -> None:
-    """Make the kernels tune anew at their next call."""
+    """Make the kernels tune again at their next call."""
     for kind in KINDS:
         for kernel in vars(_import(f"ops.ttt.{kind}")).values():
             while kernel is not None and not isinstance(kernel, Autotuner):
@@ -93,7 +93,7 @@ def forget_tuning() -> None:
 
 
 def both_directions(kind: str) -> Callable[..., Tensor]:
-    """A function of `ttt_linear_bidir`'s tensors, tuned anew: both directions scan forth, as 2·H heads of one call."""
+    """A function of `ttt_linear_bidir`'s tensors, tuned again: both directions scan forward, as 2·H heads of one call."""
     forget_tuning()
     function = public(kind)
 
@@ -111,7 +111,7 @@ def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tenso
     given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
     q, weight, bias = given["q"], given["w"], given["b"]
     module = _import(f"ops.ttt.{kind}")
-    # the last ones are for sequences of different lengths
+    # the last arguments are for sequences of different lengths
     function, more = (module.ChunkTTTLinearFunction, 2) if kind == "chunk" else (module.FusedChunkTTTLinearFunction, 1)
     state = given["initial_state"], given["initial_state_bias"]
     scan = weight, bias, chunk_size, given["eta"], given["scale"], eps, *state, False

@@ -1,7 +1,7 @@
 """What the compiler makes of the Triton kernels, read from the machine code: registers, spills, shared memory, instructions.
 
-Triton compiles for a named GPU without one, and brings cuobjdump and nvdisasm. The kernels must be the compiled ones, not the
-interpreter's: this cannot run where TRITON_INTERPRET is set.
+Triton compiles for a GPU that need not exist, and comes with cuobjdump and nvdisasm. This cannot run where TRITON_INTERPRET is set,
+since the interpreter compiles nothing.
 """
 
 import ast
@@ -31,9 +31,16 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Compilation:
     """A kernel as it is launched at one size, in one dtype and config.
 
-    name: of the kernel in the record. kernel: the jitted function. operands: its pointers to tensors of `dtype`; the others are
-    fp32. types: of arguments that are neither such pointers nor i32. constants: compile-time ones but for the config's. sizes:
-    those that belong into the record. default: whether it is the config that runs untuned.
+    Args:
+        name: the kernel's name in the record.
+        kernel: the jitted function.
+        operands: its pointers to tensors of `dtype`; its other pointers are to fp32.
+        constants: its compile-time constants except for the config's.
+        config: the config.
+        dtype: fp32, fp16 or bf16.
+        sizes: the sizes that the record shows.
+        types: the types of arguments that are neither such pointers nor i32.
+        default: whether it is the config that runs untuned.
     """
 
     name: str
@@ -47,7 +54,7 @@ class Compilation:
     default: bool = True
 
     def read(self, target: int) -> dict[str, Any]:
-        """Compile it for sm_`target`, and read its binary: the last five keys of a row."""
+        """Compile it for sm_`target` and read the binary: the last five keys of a row."""
         types = dict.fromkeys(self.kernel.arg_names, "i32")
         for argument in self.kernel.arg_names:
             if argument.endswith("_ptr"):
@@ -99,10 +106,9 @@ def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:
     """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled.
 
     A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype, target,
-    registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are a thread's, bytes of
-    shared memory a program's. Instructions are those in the code, counted once whether or not they stand in a loop; `loops` has,
-    for each loop from the first to the last in the code, its length in instructions and how many barriers and shuffles are among
-    them.
+    registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are those of a thread, shared
+    bytes those of a program. Instructions are counted once each, also in a loop. `loops` has, for each loop in the order of the
+    code, its number of instructions and how many of them are barriers and shuffles.
     """
     for labels, compilation, target in planned(cases):
         yield {**labels, **compilation.read(target)}
@@ -117,14 +123,14 @@ def planned(cases: ModuleType) -> Iterator[tuple[dict[str, Any], Compilation, in
 
 
 def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, launch: dict[str, Any]) -> dict[str, Any]:
-    """Compile any kernel for sm_`target`, and read its binary: the last five keys of a row.
+    """Compile any kernel for sm_`target` and read the binary: the last five keys of a row.
 
     Args:
         kernel: the jitted function.
-        types: Triton's type of every argument that is no constant; pointers, which start with `*`, count as aligned to 16 bytes.
+        types: Triton's type of every argument that is not a constant; pointers, which begin with `*`, count as aligned to 16 bytes.
         constants: the values of the others.
         target: the compute capability, such as 90.
-        launch: its options, such as `num_warps`.
+        launch: launch options, such as `num_warps`.
     """
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
@@ -154,7 +160,7 @@ def _read_binary(cubin: bytes) -> dict[str, Any]:
 
 
 def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """The instructions' names up to the first dot, and each loop as the indices of its first and last one."""
+    """The names of the instructions up to the first dot, and each loop as the indices of its first and last instruction."""
     names, labels, loops = [], {}, []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -163,7 +169,7 @@ def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
         elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)", line):
             names.append(found[1])
             to = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
-            if to and labels.get(to[0], len(names)) < len(names) - 1:  # back, and not the endless branch to itself at the end
+            if to and labels.get(to[0], len(names)) < len(names) - 1:  # backward, and not the endless branch to itself at the end
                 loops.append((labels[to[0]], len(names) - 1))
     return names, sorted(loops)
 

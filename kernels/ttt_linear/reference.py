@@ -16,7 +16,7 @@ Inner = Literal["ln", "plain"]
 
 
 class InnerLearning(NamedTuple):
-    """What the inner learner did, per token, at the start state of the token's chunk and in the order of the input.
+    """What the inner learner did at each token, from the start state of the token's chunk, in the order of the input.
 
     gradient: (B,T,H,D), G = dℓ/dZ. loss: (B,T,H), the reconstruction loss ℓ = ½‖LN(Z) − (V − K)‖² (`plain`: ½‖Z − V‖²).
     """
@@ -51,10 +51,10 @@ def ttt_linear_dual(
         lr: (B,T,H), inner learning rates.
         token_scale: (chunk_size,), c of the equations.
         W0: (H,D,D), start weight, row-vector convention Z = KW + β.
-        b0, ln_weight, ln_bias: (H,D), start bias β and the inner LayerNorm's γ and μ; None for `plain`, which has none of them.
+        b0, ln_weight, ln_bias: (H,D), start bias β and the inner LayerNorm's γ and μ; None for `plain`, which has no such.
         chunk_size: tokens per inner gradient step; may exceed T.
         reverse: scan from the last token to the first; chunks are cut from that end.
-        eps: of the LayerNorms.
+        eps: added to the variance in the LayerNorms.
         inner: `ln`, the layer as it is used, or `plain`, the variant of the paper's Algorithm 1 and of its theorems.
         return_inner: also return what the inner learner did.
 
@@ -103,8 +103,8 @@ def ttt_linear_primal(
 ) -> Tensor:
     """The primal form: a state for every token, W_j = W − c[j] Σ_{s≤j} lr_s K_sᵀ G_s, with G at the chunk's start state W.
 
-    c[j] rescales the whole sum, so the sum is what is carried along; W_j is not W_{j−1} minus something.
-    Arguments and result as `ttt_linear_dual`.
+    c[j] rescales the whole sum. The sum is therefore what is carried along: W_j is not W_{j−1} minus something.
+    Arguments and result are those of `ttt_linear_dual`.
     """
     Q, K, V, rate, c, W, b, gamma, mu = _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse)
     outs = []
@@ -130,7 +130,7 @@ def ttt_linear_primal(
 
 
 def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
-    """All in the compute dtype, tokens in scan order and heads before tokens: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b (1,H,1,D)."""
+    """The inputs in the compute dtype, tokens in scan order, heads before tokens: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b (1,H,1,D)."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v, lr = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
     W = W0.to(dtype).expand(q.shape[0], *W0.shape)

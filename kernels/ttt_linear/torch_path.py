@@ -1,17 +1,17 @@
 """TTT-Linear in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other device.
 
-The scan over chunks is sequential and each chunk is small, so the number of operations per chunk decides the speed:
+The scan over chunks is sequential and each chunk is small: the number of operations per chunk decides the speed.
 
- - All (direction, batch, head) groups go through one batched product; a back direction is gathered in scan order.
- - A ones column extends K and Q, so that the state S = [W; β] is one matrix and the bias costs no operation. Key and query
-   of a token are neighbouring rows of `KQ`, so that Z and QW + β are one product with S, and so are their gradients.
- - Chunks are handled in segments: what does not depend on the state is done for the whole segment at once, before or
+ - All (direction, batch, head) groups go through one batched product; a backward direction is gathered in scan order.
+ - A column of ones extends K and Q: the state S = [W; β] is one matrix, and the bias costs no operation. Key and query of a
+   token are neighbouring rows of `KQ`: Z and QW + β are one product with S, and so are their gradients.
+ - Chunks are handled in segments: whatever does not depend on the state is done for the whole segment at once, before or
    after its scan. Scratch memory is that of one segment.
- - LayerNorm does not see the mean of its input and G has mean 0, so S is kept with rows of mean 0 and no mean is computed:
+ - LayerNorm does not see the mean of its input and G has mean 0. S is therefore kept with rows of mean 0, and no mean is computed:
    with h = √(‖Z‖² + D·eps) and x = Z / h, norm(Z) = √D x and G = √D/h · proj(g), where proj(g) = g − mean(g) − x (g·x);
-   √D·proj is one call of LayerNorm's backward.
+   √D·proj is one call of LayerNorm's backward pass.
 
-The backward pass keeps the state at the start of every segment but the first, repeats a segment's scan and walks it back.
+The backward pass has the state at the start of every segment except the first. It repeats a segment's scan and goes back through it.
 With u = dL/dG, dg = dL/dg = √D/h · proj(u), P = c[n−1] lr ⊙ K, and S' = S − PᵀG the state after the chunk:
 
     u  = −Aᵀ dO − P dS'                   dZ = (√D proj(γ² dg) − (g·x) dg − (u·x) G − (u·G) x) / h
@@ -29,20 +29,20 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-# Sizes that keep scratch memory in the cache and operations large enough to pay for their dispatch. Images are taken in blocks
-# of at most _BLOCK_GROUPS groups, a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk counts for 16 tokens at
-# least, because of the memory of its state) but no fewer than _SEGMENT_TOKENS tokens, so that the states kept for the backward
-# pass, of D + 1 rows per group and segment, take at most half the memory of the output at D = 64.
+# Sizes that keep scratch memory in the cache and make operations large enough to pay for their dispatch. Images are taken in blocks
+# of at most _BLOCK_GROUPS groups, and a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk counts as at least 16 tokens,
+# because of the memory of its state), but of no fewer than _SEGMENT_TOKENS tokens: the states that are kept for the backward pass,
+# D + 1 rows per group and segment, then take at most half the memory of the output at D = 64.
 _BLOCK_GROUPS = 48
 _SEGMENT_ROWS = 4096
 _SEGMENT_TOKENS = 128
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
-_ONLY_INPUT = (True, False, False)  # of LayerNorm's backward: no gradients of weight and bias
+_ONLY_INPUT = (True, False, False)  # for LayerNorm's backward pass: no gradients of weight and bias
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
-    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment but the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment except the first. Takes symbolic sizes."""
     B, _, R, H, D = shape
     _, _, segments, tail = _split(shape, chunk_size)
     return segments + tail - 1 if keep_states else 0, B, R, H, D + 1, D
@@ -63,7 +63,7 @@ def forward(
     eps: float,
     keep_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, and what the backward pass needs beside the inputs.
+    """The output, and what the backward pass needs beside the inputs.
 
     Args:
         q, k, v: (B,T,R,H,D) of one dtype. lr: (B,T,H). token_scale: (R,chunk_size). W0: (R,H,D,D).
@@ -131,7 +131,7 @@ def backward(
     dtoken_scale[:, : dc.shape[-1]] = dc.sum(1)
     sums = drate[..., 0].sum(2), dtoken_scale, dS[:, :, :D], dS[:, :, D], dgamma[:, :, 0], dmu[:, :, 0]
     inputs = lr, token_scale, W0, b0, ln_weight, ln_bias
-    # copies: the results of an operator may not share memory
+    # copies, since the results of an operator must not share memory
     return dq, dk, dv, *(x.new_empty(x.shape).copy_(gradient) for x, gradient in zip(inputs, sums, strict=True))
 
 
@@ -159,7 +159,7 @@ def _split(shape: Sequence[int], chunk_size: int) -> tuple[int, int, int, int]:
 
 
 def _plan(shape: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]]:
-    """The segments in scan order: first chunk among those of its length, chunks, tokens of a chunk. A short chunk is alone."""
+    """The segments in scan order: (first chunk among those of its length, chunks, tokens of a chunk). A short chunk is alone."""
     n, full, segments, tail = _split(shape, chunk_size)
     even = -(-full // segments)
     plan = [(first, min(even, full - first), n) for first in range(0, full, even)]
@@ -186,8 +186,8 @@ class _Scan:
         S = torch.cat([per_group(W0), b], 1)
         self.S0 = S - S.mean(-1, keepdim=True)  # (G,D+1,D)
         self.c = per_group(token_scale[:, None, : min(chunk_size, T)].expand(R, H, -1))  # (G, tokens of a full chunk)
-        forth, back = numbers(T, T, 1), numbers(T, T, 1).flip(0)
-        token = torch.stack([back if flag else forth for flag in reverse], 1)[:, None]  # (T,1,R,1)
+        forward, backward = numbers(T, T, 1), numbers(T, T, 1).flip(0)
+        token = torch.stack([backward if flag else forward for flag in reverse], 1)[:, None]  # (T,1,R,1)
         row = (((numbers(B, B, 1, 1) * T + token) * R + numbers(R, R, 1)) * H + numbers(H, H)).flatten(1)  # (T,G)
         n, full, _, tail = _split(shape, chunk_size)
         self.rows = {n: row[: full * n].view(full, n, -1).mT.contiguous()}  # by length of chunk: (chunks,G,n)
@@ -200,7 +200,7 @@ class _Scan:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def walk(self, numbers: Iterable[int], S: Tensor | None) -> Iterator[tuple[int, "_Segment"]]:
-        """The plan's segments of these numbers; one of the same size as its predecessor reuses its memory. S: see `_Segment`."""
+        """The plan's segments of these numbers; one of the same size as the one before reuses its memory. For S see `_Segment`."""
         segment = None
         for number in numbers:
             first, m, n = self.plan[number]
@@ -213,7 +213,7 @@ class _Scan:
 class _Segment:
     """m chunks of n tokens in memory, and the forward steps on them.
 
-    With a state S (G,D+1,D) the scan updates it in place and keeps per chunk only what the output needs. Without, it starts from
+    With a state S (G,D+1,D) the scan updates it in place and keeps per chunk only what the output needs. Without one it starts from
     `states[0]` and keeps for every chunk what the backward pass needs.
     """
 
@@ -238,12 +238,12 @@ class _Segment:
             self.states = new(m + 1, G, D + 1, D)
             before, after = self.states[:-1].unbind(0), self.states[1:].unbind(0)
         else:
-            before = after = [S] * m  # one and the same tensor, so that the update knows to work in place
+            before = after = [S] * m  # the same tensor, so that the update works in place
         parts = (self.KQ, self.ZO, self.ZO[:, :, ::2], self.P.mT, self.target, self.x, self.h, self.g, self.G)
         self.steps = list(zip(*(x.unbind(0) for x in parts), before, after, strict=True))
 
     def load(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Gather the segment's rows and rates, and compute all that does not depend on the state."""
+        """Gather the segment's rows and rates, and compute everything that does not depend on the state."""
         scan = self.shared
         for source, target in ((k, self.K[..., :-1]), (q, self.Q[..., :-1]), (v, self.difference)):
             _gather(source, self.rows, target)

@@ -3,21 +3,21 @@
 One program walks one (sample, direction, head) from its last group of chunks to its first, with the gradient of the state in
 fp32 registers, transposed as the state is in `triton_fwd`. A group is done in two loops:
 
- 1. Forth, from the group's kept state: the forward pass again, and all that needs no gradient of the state. That is dO, dA, dQ
-    and shares of the gradients of c, γ and μ. What loop 2 needs of each chunk goes to scratch memory: S, x, G, lr G, dO, A and
-    dQK in the dtype of the products' operands, rstd and mean(g x) in fp32; for one group, whatever T is (137 KiB a program at
-    D = 64, chunk size 16 and two bytes an element). A and dQK are kept with a key a row.
- 2. Back: with h = dL/d(lr G) for the gradient (dW', dβ') of the state after the chunk, c₁ the last c and m(y) = mean over a row,
+ 1. Forward from the group's kept state: the forward pass again, and everything that needs no gradient of the state. That is dO, dA,
+    dQ and parts of the gradients of c, γ and μ. What loop 2 needs of each chunk goes to scratch memory: S, x, G, lr G, dO, A and
+    dQK in the dtype of the products' operands, rstd and mean(g x) in fp32. It is for one group, whatever T is (137 KiB a program
+    at D = 64, chunk size 16 and two bytes an element). A and dQK are kept with one row per key.
+ 2. Backward: with h = dL/d(lr G) for the gradient (dW', dβ') of the state after the chunk, c₁ the last c and m(y) = mean over a row,
 
         h  = Aᵀ dO − c₁ (K dW' + dβ')                 dg = rstd lr (h − x m(h x))         dlr = G · h
         dZ = rstd (y − m(y) − x m(y x) − m(g x) dg − lr m(h x) G − lr m(h G) x),   y = γ² dg
         dK = dZ Wᵀ + dQKᵀ Q + γ dg − c₁ lr ⊙ G dW'ᵀ   dV = −γ dg
         dW = dW' + Kᵀ dZ + Qᵀ dO                      dβ = dβ' + Σ dZ + Σ dO
 
-    A has the sign of its share in O here, so does dQK.
+    A and dQK have the sign here with which A enters O.
 
-Every program writes its own partial sums of the gradients that are shared over the batch; torch adds them up. No atomics: two
-runs give the same bits. `anchor` is a load for `alive` alone; its value is not used. Shape letters as in `triton_fwd`.
+Every program writes its own partial sums of the gradients that are shared over the batch, and torch adds them up. There are no
+atomics: two runs give the same bits. `anchor` is loaded only for `alive`; its value is not used. Shape letters as in `triton_fwd`.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The gradients of q, k, v, and per program and direction those of the rest. Scratch: S_ptr to squares_ptr."""
+    """Write the gradients of q, k, v, and per program and direction those of the rest. S_ptr to squares_ptr are scratch memory."""
     head, r, b, first, step = place(T, R, H, reverse)
     program = tl.program_id(0).to(tl.int64)
     param, chunks = r * H + head, tl.cdiv(T, CHUNK)
@@ -115,7 +115,7 @@ def backward_kernel(
         length = tl.minimum(GROUP, chunks - group * GROUP)
         for j in tl.range(0, length, disable_licm=True):
             chunk = group * GROUP + j
-            # The slot is j; so written, no address of a slot is held in registers across the loops, which would spill.
+            # it is j; written like this, no address of a slot is held in registers across the loops, which would spill
             slot = chunk % GROUP
             inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
             at = tl.cast(chunk, tl.int64) * (step * CHUNK * R * H * D)
@@ -209,7 +209,7 @@ def backward_kernel(
             rstd = tl.load(vectors + n)
             m_gx = tl.load(vectors + BLOCK + n)
 
-            # The gradient h of lr G, and back through the inner gradient to Z.
+            # the gradient h of lr G, and from there through the inner gradient to Z
             dS = dST.to(dt)
             w = tl.dot(dS, tl.trans(k), acc=dbeta, input_precision="ieee")
             dc_last += w * tl.trans(Gd).to(tl.float32)
@@ -234,14 +234,14 @@ def backward_kernel(
             dmu += dtarget
             tl.store(dv_ptr + at + tile, (-dtarget).to(dt), mask=inside[:, None])
 
-            # Keys, and the state before the chunk.
+            # the keys, and the state before the chunk
             dk = tl.dot(tl.trans(dS), tl.trans(Gd), input_precision="ieee") * minus_c_last
             dk = tl.dot(tl.trans(S), tl.trans(dzd), acc=dk, input_precision="ieee")
             dk = tl.dot(tl.trans(q), tl.trans(dQK), acc=dk, input_precision="ieee")
             dST = tl.dot(tl.trans(dzd), k, acc=dST, input_precision="ieee")
             dbeta = tl.dot(tl.trans(dzd), ones, acc=dbeta, input_precision="ieee")
             tl.store(dk_ptr + at + tile, (tl.trans(dk) + dtarget).to(dt), mask=inside[:, None])
-        # The gradient of the state waits in its outputs, out of loop 1's registers.
+        # the gradient of the state waits in its outputs, outside the registers of loop 1
         tl.store(dW0_ptr + d[None, :] * D + d[:, None], dST)
         tl.store(db0_ptr + d[:, None] + 0 * n[None, :], dbeta, mask=(n == 0)[None, :])
         dc -= tl.where(n == CHUNK - 1, tl.sum(tl.sum(dc_last, 0), 0), 0.0)

@@ -2,20 +2,20 @@
 
 One program scans one (sample, direction, head). Its state stays in fp32 registers for the whole sequence, transposed: with
 ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the matrix
-units take as they are. q, k, v and out stay (B,T,R,H,D), and v may be what a projection's output was split into, with `v_rows`
-rows of D from one token to the next; a back direction counts its tokens from the end.
+units take as they are. q, k, v and out keep the layout (B,T,R,H,D). v may be a slice of a projection's output, with `v_rows` rows
+of D from one token to the next. A backward direction counts its tokens from the end.
 
 LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. Then, with
 x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)).
 
 All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a token
-(D = 64, two bytes an element), so that a sum over D takes three shuffles and no exchange between warps. Z and O pass once
-through shared memory for it. Triton would rather keep such values in the layout of the product they come from; `alive` says how
-it is told. A value a column of which is constant, as the bias β, is kept (D,n) as an accumulator, with every column the same:
-a product with ones sums over the tokens without a shuffle. Only full chunks change a state that is still used, so that the
-state's step is always the last c; lr is part of G wherever G is an operand, and A is without it.
+(D = 64, two bytes an element), and a sum over D takes three shuffles and no exchange between warps. Z and O pass once through
+shared memory to get there. Triton would keep such values in the layout of the product that they come from; `alive` makes it give
+them the other one. The bias β is the same for all tokens of a chunk. It is kept as an accumulator (D,n) whose columns are equal: a
+product with ones sums over the tokens without a shuffle. Only full chunks change a state that is still used, and therefore the
+state's step is always the last c. Where G is an operand it includes lr; A does not.
 
-A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and so no share in any sum.
+A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and contributes to no sum.
 Shape letters: B batch, T tokens, R directions, H heads, D head width.
 """
 
@@ -56,8 +56,8 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
 
 @triton.jit
 def alive(x):
-    """All true, for x (n,D) as loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it; but Triton cannot see that, and
-    gives y the layout of x where x, or what x will be in the next turn of the loop, is loaded below the product that y comes from.
+    """All true, for x (n,D) as it was loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it. Triton cannot see that, and gives
+    y the layout of x if x, or its value in the next turn of the loop, is loaded below the product that y comes from.
     """
     if x.dtype == tl.float32:
         return (x.to(tl.int32, bitcast=True) | 1) != 0
@@ -91,7 +91,7 @@ def forward_kernel(
     GROUP: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """out; with KEEP the state at the start of every group of GROUP chunks but the first. `bucket` is a key for tuning."""
+    """Write out and, with KEEP, the state at the start of every group of GROUP chunks except the first. `bucket` is a key for tuning."""
     head, r, b, first, step = place(T, R, H, reverse)
     param, chunks = r * H + head, tl.cdiv(T, CHUNK)
     d, n = tl.arange(0, D), tl.arange(0, BLOCK)
@@ -121,7 +121,7 @@ def forward_kernel(
     v = tl.load(v_ptr + v_tile, mask=inside[:, None], other=0.0)
     q = tl.load(q_ptr + tile, mask=inside[:, None], other=0.0)
     lr = tl.load(lr_ptr + step * H * n, mask=inside, other=0.0)
-    # The next chunk travels while this one is computed; its v last, for `alive`.
+    # the next chunk is loaded while this one is computed; its v last, for `alive`
     for i in tl.range(0, chunks, disable_licm=True):
         beta = beta0 + minus_c_last * G_sum
         if KEEP:
@@ -166,7 +166,7 @@ def forward_kernel(
 def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int | None = None) -> str | None:
     """Why these kernels cannot run q of this width and dtype with this chunk size, or None where they can.
 
-    `shared_kib` is the shared memory that a program of the device may have; None does not ask.
+    `shared_kib` is the shared memory that a program may have on the device; None leaves that out.
     """
     if width not in WIDTHS:
         return f"q's last axis D is {width}, expected one of {', '.join(map(str, WIDTHS))}"
@@ -183,19 +183,19 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int
 
 
 def group_chunks(width: int, chunk_size: int) -> int:
-    """Chunks of a group, a power of two: at least 2·width tokens, so that the kept states stay under 0.3 × q, k, v and out."""
+    """The chunks of a group, a power of two: at least 2·width tokens, so that the kept states stay below 0.3 × q, k, v and out."""
     return max(4, 2 * width // chunk_size)
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int]:
-    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per group but the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per group except the first. Takes symbolic sizes."""
     B, T, R, H, D = shape
     tokens = chunk_size * group_chunks(D, chunk_size)
     return B * R * H, (T + tokens - 1) // tokens - 1 if keep_states else 0, D + 1, D
 
 
 def constants(width: int, chunk_size: int) -> dict[str, int]:
-    """The compile-time constants of both kernels. A product wants at least 16 rows."""
+    """The compile-time constants of both kernels. A product needs at least 16 rows."""
     return {"D": width, "CHUNK": chunk_size, "BLOCK": max(16, chunk_size), "GROUP": group_chunks(width, chunk_size)}
 
 
@@ -219,7 +219,7 @@ def launch(
     device: torch.device,
     config: triton.Config | None,
 ) -> None:
-    """Run `kernel` with `config`; without one tuned, or, where torch is to be deterministic, with the first candidate."""
+    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic."""
     sizes = arguments["q_ptr"].dtype, arguments["CHUNK"], arguments["D"]
     here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here:
@@ -257,7 +257,7 @@ def shared_arguments(
 ) -> dict[str, object]:
     """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of programs: how full the device is decides between configs.
+    `bucket` has the powers of two of T and of the number of programs: the best config depends on how full the device is.
     """
     B, T, R, H, D = q.shape
     inputs = {"lr": lr, "scale": token_scale, "W0": W0, "b0": b0, "gamma": ln_weight, "mu": ln_bias}
@@ -277,7 +277,7 @@ def shared_arguments(
 
 
 def token_rows(v: Tensor) -> int | None:
-    """Rows of D elements from one token of v (B,T,R,H,D) to the next, where it is laid out so that this says all; else None."""
+    """Rows of D elements from one token of v (B,T,R,H,D) to the next, if this number describes its layout; else None."""
     B, T, R, H, D = v.shape
     sizes, strides = (B, T, R, H, D), v.stride()
     rows, rest = divmod(strides[1], D)
@@ -302,7 +302,7 @@ def forward(
     keep_states: bool,
     config: triton.Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
+    """The output, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
 
     Args:
         q, k, v: (B,T,R,H,D) of one dtype. lr: (B,T,H). token_scale: (R,chunk_size). W0: (R,H,D,D).

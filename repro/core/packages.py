@@ -1,4 +1,4 @@
-"""What is installed, against what the project needs: lowest versions, the lock file, and packages that hide each other.
+"""What is installed and what the project needs: lowest versions, the lock file, and packages that hide each other.
 
 Packages are looked up by their metadata and never imported. Each finding is a `Line`.
 """
@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-Line = tuple[str, str, str]  # ok, note, warning or error; what it is about; what was found and, where something is amiss, the fix
+# (ok, note, warning or error; the subject; what was found, with the fix if something is wrong)
+Line = tuple[str, str, str]
 INSTALL = "python -m pip install --no-deps -r requirements.lock"
 REINSTALL = "python -m pip install --no-deps -e ."
-# what `repro segment` needs: the maintained continuation of OpenMMLab's packages, under the same import names
+# what `repro segment` needs: the maintained continuation of OpenMMLab's packages, with the same import names
 MMSEG = {"onedl-mmsegmentation": "1.4.2", "onedl-mmcv": "2.3.6", "onedl-mmengine": "0.10.12"}
-# distributions that bring the same import names -> which of ours
+# distributions with the same import names -> the one of ours with which they collide
 MMSEG_CLASHES = {
     "mmsegmentation": "onedl-mmsegmentation",
     "mmcv": "onedl-mmcv",
@@ -27,7 +28,7 @@ MMSEG_CLASHES = {
 
 
 def version(name: str) -> str | None:
-    """The installed version of a distribution, the first on the module path; None where there is none."""
+    """The installed version of a distribution, the first one on the module path; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -35,9 +36,9 @@ def version(name: str) -> str | None:
 
 
 def check_floors(project: Path) -> Iterator[Line]:
-    """A line for Python and each dependency of a pyproject.toml; an error where it is missing or older than the code needs.
+    """A line for Python if it is too old, and one for each dependency of a pyproject.toml: an error if it is missing or too old.
 
-    Extras are reported only where they are installed.
+    Extras are reported only if they are installed.
     """
     from packaging.requirements import Requirement
 
@@ -62,7 +63,7 @@ def check_floors(project: Path) -> Iterator[Line]:
 
 
 def check_lock(lock: Path) -> Iterator[Line]:
-    """One warning that lists the versions which differ from the pins of a lock file, one for the packages that are missing."""
+    """A warning that lists the versions which differ from the pins of a lock file, and one for packages that are missing."""
     from packaging.requirements import Requirement
 
     if not lock.is_file():
@@ -71,30 +72,30 @@ def check_lock(lock: Path) -> Iterator[Line]:
     pins = [Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     pairs = [(pin.name, str(pin.specifier).removeprefix("=="), version(pin.name)) for pin in pins]
-    # without the build's tag: 2.14.1+cu130 is 2.14.1
+    # the build's tag does not count: 2.14.1+cu130 is 2.14.1
     differ = [f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin]
     absent = [name for name, _, found in pairs if found is None]
     for what, names in (("differ", differ), ("are not installed", absent)):
         if names:
             yield "warning", lock.name, f"{len(names)} of {len(pins)} packages {what}: {', '.join(names)}: {INSTALL}"
     if not differ and not absent:
-        yield "ok", lock.name, f"all {len(pins)} versions are the ones that the tests ran with"
+        yield "ok", lock.name, f"all {len(pins)} versions are those with which the tests ran"
 
 
 def check_mmseg() -> Iterator[Line]:
     """The three packages of `repro segment`, and other distributions that write into the same import names."""
     for name, pin in MMSEG.items():
         found = version(name)
-        amiss = f"{found or 'not installed'}, repro segment is tested with {pin}: {INSTALL}"
-        yield ("ok" if found == pin else "warning"), name, (pin if found == pin else amiss)
+        problem = f"{found or 'not installed'}, repro segment is tested with {pin}: {INSTALL}"
+        yield ("ok" if found == pin else "warning"), name, (pin if found == pin else problem)
     for name, ours in MMSEG_CLASHES.items():
-        if other := version(name):  # removing it also removes the files that ours has in the same folder
+        if other := version(name):  # removing it also removes files of ours in the same folder
             fix = f"python -m pip uninstall {name}, then python -m pip install --force-reinstall --no-deps {ours}=={MMSEG[ours]}"
             yield "error", name, f"{other} has the import name of {ours}, and one overwrites the other: {fix}"
 
 
 def check_kernels() -> Iterator[Line]:
-    """Our package `kernels` against Hugging Face's of the same name: which of the two an import gives."""
+    """Whether `import kernels` gives this project's package, and not Hugging Face's of the same name."""
     spec = importlib.util.find_spec("kernels")
     found, installed = Path(spec.origin).parent if spec and spec.origin else None, version("kernels")
     if found is None or not (found / "ttt_linear").is_dir():

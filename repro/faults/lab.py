@@ -98,7 +98,7 @@ class CommandResult:
             raise Failure(f"the error does not mention {missing[0]!r}: {self.err.strip()}")
 
     def find_step(self, before: str) -> int:
-        """The largest number that follows this text at the beginning of a line, 0 where there is none."""
+        """The largest number that follows this text at the beginning of a line; 0 if there is no such line."""
         return max(map(int, re.findall(rf"^{before} (\d+)", self.out, re.M)), default=0)
 
 

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def device():
-    """The device, or a skipped test where there is none."""
+    """The device; without one the test is skipped."""
     import torch
 
     if DEVICE == "cuda" and not torch.cuda.is_available():

@@ -47,7 +47,7 @@ def test_the_record_is_of_these_kernels(record, name):
 
 
 def test_the_default_configs_in_the_record_have_no_spills(record):
-    """But for fp32 tiles and large chunks of TTT-Linear, and 255 registers that are a few too few for the scan on sm_80."""
+    """Except fp32 tiles and large chunks of TTT-Linear, and the scan on sm_80, for which 255 registers are a few too few."""
     rows = [row for row in record["rows"] if row["default"]]
     large = [row for row in rows if row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)]
     tight = [row for row in rows if (row["kernel"], row["target"]) == ("selective_scan_backward", "sm_80")]

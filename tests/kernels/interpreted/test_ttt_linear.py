@@ -48,7 +48,7 @@ def test_one_direction_of_the_public_operator(r):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministic):
-    """The launch as on a GPU, but for the tuner's clock; in torch's deterministic mode nothing is tried."""
+    """The launch as on a GPU, except for the tuner's clock; in torch's deterministic mode nothing is tried."""
     kernels = {triton_fwd: triton_fwd.forward_kernel, triton_bwd: triton_bwd.backward_kernel}
     shapes = [Sizes(batch=batch, tokens=tokens, heads=1) for batch, tokens in ((1, 20), (1, 21), (1, 40), (4, 20))]
     want = {sizes: check.run_kernels(cases, draw(0, sizes), torch.float16, sizes) for sizes in shapes}
