@@ -8,7 +8,6 @@ Stage modules import nothing heavy, so that `repro --help` answers at once and `
 import dataclasses
 import importlib
 import pkgutil
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,21 +75,3 @@ def list_families() -> list[str]:
 def verb_of(name: str) -> str:
     """The word on the command line for a stage."""
     return name.replace("_", "-")
-
-
-# the end of what a verb does, and the beginning of how: a semicolon, a colon, a comma in front of a clause, the final stop
-_CLAUSE = re.compile(r"[;:]|, (?=(?:and|before|each|for|on|over|with)\b)|[.]$")
-
-
-def describe_verbs() -> str:
-    """The verbs by purpose, as Markdown: each with the first clause of its help. README.md has this list."""
-    table, lines = load_stages(), ["```"]
-    for purpose, heading in PURPOSES.items():
-        lines.append(heading)
-        for name in (name for name, stage in table.items() if stage.purpose == purpose):
-            module, verb = load_module(name), verb_of(name)
-            if hasattr(module, "app"):
-                verb += " " + "|".join(command.callback.__name__ for command in module.app.registered_commands)
-            text = module.app.info.help if hasattr(module, "app") else module.command.__doc__
-            lines.append(f"  {verb:<29} {_CLAUSE.split(text.splitlines()[0])[0]}")
-    return "\n".join([*lines, "```"])

@@ -1,6 +1,7 @@
 """`repro report`: the papers' numbers beside ours, and the status of each, from the records under results/."""
 
 import dataclasses
+import re
 from typing import Annotated, Literal
 
 import typer
@@ -10,7 +11,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.profiles import active_profile
 from repro.papers import find_rooms, load_papers
 
-from . import Stage, describe_verbs, load_stages, stage_names, verb_of
+from . import PURPOSES, Stage, load_module, load_stages, stage_names, verb_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,3 +55,21 @@ def load_scores(paths: Paths) -> dict[str, dict[str, str]]:
     order = list(load_yaml(paths.root / "dvc.yaml").get("stages") or {})
     graph = {name: dict(stage.scores) for name, stage in load_stages().items() if stage.purpose == "graph"}
     return dict(sorted(graph.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+# the end of what a verb does, and the beginning of how: a semicolon, a colon, a comma in front of a clause, the final stop
+_CLAUSE = re.compile(r"[;:]|, (?=(?:and|before|each|for|on|over|with)\b)|[.]$")
+
+
+def describe_verbs() -> str:
+    """The verbs by purpose, as Markdown: each with the first clause of its help. README.md has this list."""
+    table, lines = load_stages(), ["```"]
+    for purpose, heading in PURPOSES.items():
+        lines.append(heading)
+        for name in (name for name, stage in table.items() if stage.purpose == purpose):
+            module, verb = load_module(name), verb_of(name)
+            if hasattr(module, "app"):
+                verb += " " + "|".join(command.callback.__name__ for command in module.app.registered_commands)
+            text = module.app.info.help if hasattr(module, "app") else module.command.__doc__
+            lines.append(f"  {verb:<29} {_CLAUSE.split(text.splitlines()[0])[0]}")
+    return "\n".join([*lines, "```"])

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-import stages
+from stages.report import describe_verbs
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def test_it_has_the_blocks_that_are_written_by_code():
 
 
 def test_its_verbs_are_those_of_the_table():
-    assert BLOCKS["verbs"] == stages.describe_verbs(), "put stages.describe_verbs() between the markers"
+    assert BLOCKS["verbs"] == describe_verbs(), "put describe_verbs() between the markers"
 
 
 def test_no_number_is_typed_by_hand_but_what_the_installation_needs():
