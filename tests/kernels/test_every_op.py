@@ -203,6 +203,21 @@ def test_without_a_gradient_nothing_is_kept(cases):
 
 
 @once
+def test_states_are_asked_for_only_where_a_gradient_will_be(cases, monkeypatch):
+    op, asked = cases.op.CUSTOM_OP, []
+    if not op.kept:
+        pytest.skip("it never keeps anything but its inputs")
+    forward = op.forward
+    monkeypatch.setattr(op, "forward", lambda *values: asked.append(values[-1]) or forward(*values))
+    inputs, _ = draw(cases)
+    operator(cases)(*inputs)
+    operator(cases)(*(x.detach() for x in inputs))
+    with torch.no_grad():
+        operator(cases)(*inputs)
+    assert asked == [True, False, False]
+
+
+@once
 def test_the_second_derivative_is_refused(cases):
     inputs, _ = draw(cases)
     leading = inputs[cases.INPUTS.index(cases.op.CUSTOM_OP.leading)]
