@@ -56,7 +56,8 @@ def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
     counts, facts = answer_blocks(report, measured_only=True)  # README says in words what is not measured
     if seconds := find_pipeline_seconds(report.results):
-        row = (code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(report.results.own_sources, report.named))
+        trained = [source for source in report.results.own_sources if source.is_trained]
+        row = (code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(trained, report.named))
         facts = dataclasses.replace(facts, rows=(*table(facts.header, [row]).rows, *facts.rows))
     blocks = {"results": render_blocks((counts, facts))}
     contest = report.paper.contest

@@ -102,8 +102,8 @@ class Results:
 
     @property
     def own_sources(self) -> list[Source]:
-        """The records that stages of the graph wrote."""
-        return [source for source in self.sources if source.stage is not None]
+        """The records of results that stages of the graph wrote; that of the machine itself is not one."""
+        return [source for source in self.sources if source.stage is not None and "code_hash" in source.identity]
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
