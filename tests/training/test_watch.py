@@ -182,7 +182,7 @@ def test_a_damaged_line_before_the_last_is_an_error_that_changes_nothing(tmp_pat
     path = tmp_path / "train.jsonl"
     damaged = path.read_bytes().replace(b'"step": 2', b'"step" 2')
     path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"train\.jsonl: line 2 is no line of a step"):
+    with pytest.raises(UserError, match=r"train\.jsonl: line 2 does not describe a step"):
         run(tmp_path, [4], resumed_step=3)
     assert path.read_bytes() == damaged and len(list(tmp_path.iterdir())) == 1
 
