@@ -89,13 +89,13 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
     changed = json.loads(_run_dvc(paths, "status", "--json"))
     rows = []
     for name in _run_dvc(paths, "stage", "list", "--name-only").split():
+        if name == "code":
+            continue
         whys = [why for why in changed.get(name, []) if why != "always changed"]
         outs = {out: how for why in whys if isinstance(why, dict) for out, how in why.get("changed outs", {}).items()}
         deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", {})]
         state = _find_saved_state(paths, table, name)
         missing = [out for out, how in outs.items() if how == "deleted"]
-        if name == "code":
-            continue
         if state is not None:
             step = int(state.name.split(".")[0].removeprefix("step_"))
             rows.append((name, "interrupted", f"stopped after step {step}; it continues from there"))

@@ -214,7 +214,7 @@ class Lab:
             yield notes.append
         except Skip as reason:
             verdict, notes = "skipped", [str(reason)]
-        except Exception as error:
+        except Exception as error:  # a fault that breaks the lab must not hide the others
             verdict, notes = "FAILED", [str(error) if isinstance(error, Failure) else f"{type(error).__name__}: {error}"]
         with self.lock:
             self.verdicts[name] = verdict
