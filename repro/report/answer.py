@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.figures import against_resolution
-from ..core.record import read_json
+from ..core.record import read_json, write_json
 from .claims import Report, Verdict
 from .document import Block, Line, Link, Paragraph, Picture, Piece, Table, Text, code, paragraph, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
@@ -20,7 +20,7 @@ from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, describe_cou
 from .variants import find_shown
 from .wording import format_ours, significant
 
-PIPELINE = "make reproduce"
+PIPELINE_FILE = "pipeline.json"
 Fact = tuple[str, Piece, Piece | Line]  # what, ours, and its device, profile and scope
 
 
@@ -55,9 +55,10 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
     counts, facts = answer_blocks(report, measured_only=True)  # README says in words what is not measured
-    if seconds := find_pipeline_seconds(report.results):
-        trained = [source for source in report.results.own_sources if source.is_trained]
-        row = (code(PIPELINE), f"{seconds / 60:.0f} min", describe_origin(trained, report.named))
+    pipeline = report.results.paths.results / PIPELINE_FILE
+    if pipeline.is_file():
+        noted = read_json(pipeline)
+        row = (code("make reproduce"), f"{noted['seconds'] / 60:.0f} min", noted["origin"])
         facts = dataclasses.replace(facts, rows=(*table(facts.header, [row]).rows, *facts.rows))
     blocks = {"results": render_blocks((counts, facts))}
     contest = report.paper.contest
@@ -67,15 +68,22 @@ def readme_blocks(report: Report) -> dict[str, str]:
     return blocks
 
 
-def find_pipeline_seconds(results: Results) -> float | None:
-    """The seconds of all stages together, from the files beside their records that Git does not keep; None where one is missing or damaged."""
+def note_pipeline(report: Report) -> None:
+    """Write results/pipeline.json: the seconds of all stages together, and the device and profile of those that train.
+
+    The seconds of each stage lie beside its record, where Git does not keep them. Where one is missing or damaged, as on a fresh clone,
+    the file stays as it is.
+    """
+    results = report.results
     files = [results.paths.root / source.run_file for source in results.own_sources]
     if not files or not all(file.is_file() for file in files):
-        return None
+        return
     try:
-        return sum(read_json(file)["seconds"] for file in files)
+        seconds = sum(read_json(file)["seconds"] for file in files)
     except UserError:
-        return None
+        return
+    trained = [source for source in results.own_sources if source.is_trained]
+    write_json(results.paths.results / PIPELINE_FILE, {"seconds": round(seconds), "origin": describe_origin(trained, report.named)})
 
 
 def draw_contest(report: Report, folder: Path) -> None:

@@ -8,7 +8,7 @@ from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
-from .answer import PIPELINE, draw_contest, lead_blocks, readme_blocks
+from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
 from .claims import Report, judge_paper
 from .document import Document
 from .export import export_json, export_rows
@@ -66,6 +66,7 @@ def write_report(
             raise
         reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
         raise UserError(f"{broken.path}: {reason}") from error
+    note_pipeline(pages[0][0])
     for report, document in pages:
         _write_page(report, document)
     if html is not None:
@@ -128,17 +129,6 @@ def _write_page(report: Report, document: Document) -> None:
 
 
 def write_readme_block(readme: Path, name: str, block: str) -> None:
-    """Write a block of README.md, where the file has its markers.
-
-    The row with the time of the pipeline stays where `block` has none, since the times are not in Git.
-    """
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    _, found, rest = text.partition(f"<!-- {name} -->\n")
-    if not found:
-        return
-    row = f"| `{PIPELINE}` |"
-    kept = next((line for line in rest.partition(f"<!-- /{name} -->")[0].splitlines() if line.startswith(row)), None)
-    if kept and row not in block:
-        head, rule, below = block.partition("---|\n")
-        block = f"{head}{rule}{kept}\n{below}"
-    replace_block(readme, name, block)
+    """Write a block of README.md, where the file has its markers."""
+    if readme.is_file() and f"<!-- {name} -->\n" in readme.read_text(encoding="utf-8"):
+        replace_block(readme, name, block)

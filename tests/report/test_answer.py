@@ -6,6 +6,7 @@ import pytest
 
 from repro.core.paths import Paths
 from repro.core.profiles import active_profile
+from repro.core.record import read_json
 from repro.report.answer import answer_blocks, find_speeds, readme_blocks
 from repro.report.claims import judge_paper
 from repro.report.markdown import render_blocks
@@ -132,6 +133,22 @@ def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
     checkout.write("README.md", "# Without markers\n")
     run(ReportParams(), checkout.paths, html=False)
     assert readme.read_text(encoding="utf-8") == "# Without markers\n"
+
+
+def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(checkout):
+    speeds(checkout)
+    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, val_images=359)
+    checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
+    checkout.write("README.md", "<!-- results -->\n<!-- /results -->\n")
+    files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
+    for seconds, file in zip((90, 31), files, strict=True):
+        file.write_text(f'{{"seconds": {seconds}}}')
+    for gone in (None, files[0]):
+        if gone:
+            gone.unlink()
+        run(ReportParams(), checkout.paths, html=False)
+        assert f"| `make reproduce` | 2 min | {checkout.CPU}; the mini profile |" in (checkout.paths.root / "README.md").read_text()
+    assert read_json(checkout.paths.results / "pipeline.json")["seconds"] == 121
 
 
 @pytest.mark.parametrize("name", ["results", "picture"])
