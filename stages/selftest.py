@@ -1,14 +1,22 @@
-"""`repro selftest faults`: everything that can happen to a training run, done to real runs of this code; see `repro.faults`."""
+"""`repro selftest faults`: everything that can happen to a training run, done to real runs of this code; see tests/faults."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
+
+from repro.core.errors import RunError, UserError, did_you_mean
+from repro.core.paths import find_root
 
 from . import Stage
 
 app = typer.Typer(help="Prove that this code does what it says.", no_args_is_help=True)
 
 STAGE = Stage(purpose="prove")
+GROUPS = ("kill", "two", "signal", "state", "room", "change", "batch", "diverge")  # words in the names of the tests
 
 
 @app.command()
@@ -16,10 +24,19 @@ def faults(
     kills: Annotated[int, typer.Option(min=0, help="Random moments of a training at which it is killed; as many with two processes.")] = 20,
     flips: Annotated[int, typer.Option(min=1, help="Bytes of a saved state that are flipped, one at a time.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the moments and the bytes.")] = 0,
-    only: Annotated[str | None, typer.Option(help="Some of kill,two,signal,state,room,change,batch,diverge.")] = None,
+    only: Annotated[str | None, typer.Option(help=f"Some of {','.join(GROUPS)}.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the temporary checkouts behind.")] = False,
 ) -> None:
     """Kill, stop, fill the disk, damage files, change the data: does a run still end with the same bits, or with one line?"""
-    from repro.faults.faults import run_faults
-
-    run_faults(kills=kills, flips=flips, seed=seed, only=only.split(",") if only else None, keep=keep)
+    root, chosen = find_root().root, only.split(",") if only else []
+    if unknown := [word for word in chosen if word not in GROUPS]:
+        raise UserError(f"selftest faults: --only {unknown[0]}: no such group{did_you_mean(unknown[0], GROUPS)}")
+    if not (root / "tests" / "faults").is_dir():
+        raise UserError(f"selftest faults: {root}: has no folder tests/faults; run it in a checkout of the whole repository")
+    if find_spec("xdist") is None:
+        raise UserError("selftest faults: pytest and pytest-xdist are not installed; pip install -e '.[test]'")
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--maxprocesses", "4", "tests/faults", "-k", " or ".join(chosen)]
+    settings = {"FAULT_KILLS": kills, "FAULT_FLIPS": flips, "FAULT_SEED": seed, "FAULT_KEEP": "yes" if keep else ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
+    if subprocess.run(command, cwd=root, env=environment).returncode:
+        raise RunError("selftest faults: a fault was not survived as it should be; the lines above say which, and what happened instead")

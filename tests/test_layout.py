@@ -47,7 +47,6 @@ ALLOWED = {
     "repro.inference": ("kernels", "repro.core", "repro.data", "repro.models", "repro.explain", "repro.tasks"),
     "repro.benchmark": ("kernels", "repro.core", "repro.models", "repro.measure"),
     "repro.training.job": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks", "repro.measure"),
-    "repro.faults": ("repro.core", "repro.training"),
     "repro.graph": ("repro.core", "repro.training.job"),
     "repro.doctor": ("kernels", "repro.core", "repro.data"),
     "repro.papers": ("repro.core", "repro.data", "repro.models", "repro.report", "repro.tasks", "repro.training.job"),
@@ -142,7 +141,7 @@ def test_no_room_opens_files_of_another_by_path():
     for path in modules().values():
         name = path.relative_to(ROOT).as_posix()
         for line in path.read_text().splitlines():
-            if "__file__" in line and name not in exceptions and not name.startswith("repro/faults/"):
+            if "__file__" in line and name not in exceptions:
                 assert own.search(line) or "repro.__file__" in line or "kernels" in name, f"{name}: {line.strip()}"
 
 

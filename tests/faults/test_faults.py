@@ -1,0 +1,202 @@
+"""Everything that can happen to a training run, done to real runs of this code in temporary checkouts.
+
+`make test` does each fault once; `repro selftest faults` kills at twenty moments and flips a hundred bytes. Each run must end with the
+bits of an uninterrupted one, or with one line that says why it does not.
+"""
+
+import errno
+import functools
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.training.checkpoint import Checkpointer
+from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
+
+KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0)))
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("faults").resolve()
+    try:
+        lab = Lab(folder)
+        lab.train_twice()
+        yield lab
+    finally:
+        kill_all_in(folder)
+        if not os.environ.get("FAULT_KEEP"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def choose_moments(purpose: str) -> list[float]:
+    """A random moment in each of `KILLS` equal parts of a run, as a share of its time."""
+    chosen = random.Random(f"{SEED} {purpose}")
+    return [(i + chosen.random()) / KILLS for i in range(KILLS)]
+
+
+def kill_and_finish(lab: Lab, share: float, processes: int) -> None:
+    checkout, killed = lab.kill_run(share, processes)
+    reached = killed.find_step("step")
+    # once the results are written the states are removed, and nothing is lost with them
+    ended = (checkout.results / "metrics.json").exists()
+    continued = lab.finish_run(checkout, processes)
+    assert ended or reached - continued <= SAVE_EVERY
+
+
+@pytest.mark.parametrize("share", choose_moments("kill"))
+def test_a_killed_run_ends_with_the_same_bytes(lab, share):
+    kill_and_finish(lab, share, 1)
+
+
+@pytest.mark.parametrize("share", choose_moments("two"))
+def test_a_killed_run_of_two_processes_ends_with_the_same_bytes(lab, share):
+    assert lab.begun_by_two and 2 in lab.whole
+    kill_and_finish(lab, share, 2)
+
+
+def test_a_run_of_two_processes_is_not_continued_by_one(lab):
+    lab.begun_by_two.wait(lab.begun_by_two.start_training()).require(2, "was stopped with 2 process")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
+    lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code)))
+
+
+def require_loaded(wanted: Path, newest: Path, change: Callable[[], Any]) -> None:
+    """Assert that the state `wanted` is loaded after the change, and that a newest one which is passed over is named."""
+    content, lines = newest.read_bytes(), []
+    change()
+    loaded = Checkpointer(newest.parent, log=lines.append).restore()["run"]["step"]
+    newest.write_bytes(content)
+    assert loaded == step_of(wanted)
+    assert wanted == newest or any(newest.name in line and "damaged" in line for line in lines)
+
+
+def test_a_state_with_a_flipped_byte_is_never_loaded_and_the_one_before_always(lab):
+    newest, before = lab.copy_stopped()[0].states
+    chosen, size = random.Random(f"{SEED} state"), newest.stat().st_size
+    for at in [0, size - 1, *(chosen.randrange(size) for _ in range(FLIPS - 2))][:FLIPS]:
+        require_loaded(before, newest, functools.partial(flip, newest, at, chosen.randrange(1, 256)))
+
+
+def test_a_state_that_was_cut_off_is_not_loaded(lab):
+    newest, before = lab.copy_stopped()[0].states
+    size = newest.stat().st_size
+    for length in (random.Random(SEED).randrange(size), size - 1, 0):
+        require_loaded(before, newest, functools.partial(os.truncate, newest, length))
+
+
+def test_a_temporary_file_is_not_taken_for_a_state(lab):
+    newest, _ = lab.copy_stopped()[0].states
+    require_loaded(newest, newest, lambda: newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half"))
+
+
+def test_two_damaged_states_are_refused(lab):
+    checkout, states = lab.copy_stopped()
+    chosen = random.Random(f"{SEED} both")
+    for path, content in states.items():
+        flip(path, chosen.randrange(len(content)), chosen.randrange(1, 256))
+    checkout.wait(checkout.start_training()).require(2, "no undamaged training state")
+
+
+def test_a_run_continues_from_the_undamaged_state_and_leaves_nothing_behind(lab):
+    checkout, (newest, before) = lab.copy_stopped()
+    os.truncate(newest, newest.stat().st_size // 2)
+    newest.with_name(f"step_000000999.{'0' * 16}.pt").touch()
+    newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half")
+    assert lab.finish_run(checkout) == step_of(before)
+    assert not [*newest.parent.glob("*")]
+
+
+def test_no_room_to_save_ends_the_run_and_leaves_its_states(lab):
+    checkout, states = lab.copy_stopped()
+    process = checkout.start_training(largest_file=min(map(len, states.values())) // 2)
+    checkout.wait(process).require(1, os.strerror(errno.EFBIG))
+    require_kept(states)
+    assert not [*checkout.root.glob(".runs/**/*.tmp")]
+    lab.finish_run(checkout)
+
+
+def test_no_room_in_read_only_results_loses_nothing(lab):
+    checkout, _ = lab.copy_stopped()
+    (checkout.root / "results").chmod(0o555)
+    if os.access(checkout.root / "results", os.W_OK):
+        pytest.skip("permissions do not bind root; run it as another user")
+    result = checkout.wait(checkout.start_training())
+    (checkout.root / "results").chmod(0o755)
+    result.require(result.code or 1, "results")
+    lab.finish_run(checkout)
+
+
+def test_data_that_changed_under_a_stopped_run_are_refused(lab):
+    checkout, states = lab.copy_stopped()
+    (checkout.root / "data").unlink()
+    checkout.edit(generate={"seed": 1})
+    checkout.wait(checkout.start("prepare-data")).require(0)
+    checkout.wait(checkout.start_training()).require(2, "changed since this run began")
+    require_kept(states)
+
+
+def test_parameters_that_changed_under_a_stopped_run_start_another(lab):
+    checkout, states = lab.copy_stopped()
+    checkout.edit(seeds=[1], epochs=1, snapshot_epochs=[])
+    result = checkout.wait(checkout.start_training())
+    result.require(0)
+    assert not result.find_step("continuing after step")
+    require_kept(states)
+
+
+def test_a_changed_number_of_processes_is_refused(lab):
+    checkout, states = lab.copy_stopped()
+    checkout.wait(checkout.start_training(2)).require(2, "was stopped with 1 process")
+    require_kept(states)
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "part"),
+    [(128, 3, "does not divide by 3 processes"), (4096, 1, "only 1438 training images"), (4096, 2, "only 1438 training images")],
+)
+def test_a_batch_that_the_processes_or_the_data_do_not_allow_is_refused(lab, size, processes, part):
+    (checkout := lab.make_checkout()).edit(batch_size=size)
+    checkout.wait(checkout.start_training(processes)).require(2, part)
+
+
+def test_a_run_that_diverges_leaves_a_dump_that_replays(lab):
+    checkout = lab.make_checkout()
+    checkout.edit(optim={"lr": 1e30, "lr_batch_size": 128, "warmup_epochs": 0, "clip_grad_norm": None})
+    checkout.wait(checkout.start_training()).require(1, "2 steps in a row")
+    (dump,) = checkout.root.glob(".runs/**/bad_step_*.pt")
+    again = checkout.wait(checkout.start(*TRAIN, "--replay-bad-step", str(dump)))
+    again.require(0)
+    assert "first output that is not finite: none" not in again.out
+
+
+PLANTED = """
+import os
+
+_honest = save_weights
+
+def save_weights(path, *args, **kwargs):
+    _honest(path, *args, **kwargs)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1 + os.getpid() % 255
+    path.write_bytes(content)
+"""
+
+
+def test_code_whose_runs_differ_is_found_out(tmp_path):
+    for package in FIRST_PARTY:
+        shutil.copytree(ROOT / package, tmp_path / "broken" / package)
+    with open(tmp_path / "broken/repro/models/weights.py", "a") as stream:
+        stream.write(PLANTED)
+    with pytest.raises(AssertionError, match=r"weights\.safetensors: differs from the uninterrupted"):
+        Lab(tmp_path, tmp_path / "broken").train_twice()
