@@ -174,10 +174,15 @@ def test_the_example_of_a_paper_loads(tmp_path):
 
 
 def arrows() -> tuple[dict[str, set[str]], set[str]]:
-    """The diagram of imports in docs/architecture.md: room -> the rooms it points to; and the modules of training that are `jobs`."""
+    """The diagram of imports in docs/architecture.md: room -> the rooms it points to; and the modules of training that are `jobs`.
+
+    `graph` and `end` are keywords of Mermaid, with which nothing is drawn; a node `NAME_py` is the room NAME.
+    """
     diagram = next(code for code in fenced("architecture.md", "mermaid") if code.startswith("flowchart TD"))
     found: dict[str, set[str]] = {}
-    for source, target in re.findall(r'^ *(\w+)(?:\["[^"]*"\])? --> (\w+)', diagram, re.M):
+    pairs = re.findall(r'^ *(\w+)(?:\["[^"]*"\])? --> (\w+)', diagram, re.M)
+    assert not {"graph", "end"} & {name for pair in pairs for name in pair}
+    for source, target in ((name.removesuffix("_py") for name in pair) for pair in pairs):
         found.setdefault(source, set()).add(target)
         found.setdefault(target, set())
     return found, set(re.search(r'jobs\["training: ([^"]*)"\]', diagram)[1].split(", "))
