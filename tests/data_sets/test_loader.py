@@ -253,7 +253,7 @@ def test_workers_outlive_signals_to_the_group_but_not_the_program(root, what, co
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), what],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=1800,
         start_new_session=True,
     )
     assert (done.returncode, done.stdout.strip()) == (code, output), done.stderr

@@ -21,7 +21,7 @@ from repro.core.hashing import FIRST_PARTY
 ROOT = Path(__file__).parents[2]
 
 SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"
-LIMIT_S = 180  # for one command; far above what any takes, so that one that hangs fails and does not stop the lab
+LIMIT_S = 1800  # for one command; far above what any takes on a busy machine, so that one that hangs fails and does not stop the lab
 
 PARAMS: dict[str, Any] = {
     "runtime": {
