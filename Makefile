@@ -2,7 +2,7 @@
 # Variables: PYTHON=python3.12 (which interpreter), ARGS="-k loader" (more arguments for pytest).
 
 VENV := .venv
-# what .venv holds: "installing" while it is being filled, then a checksum of the files that say what belongs into it
+# the state of .venv: "installing" while it is being filled, then a checksum of the files that say what belongs in it
 STATE := $(VENV)/.installed
 PYTHON :=
 ARGS :=
@@ -12,38 +12,38 @@ NEED_GB := 10
 .PHONY: help setup lint test test-browser test-gpu reproduce
 
 help:
-	@echo 'make reproduce   run the whole pipeline; results/tables.md is the page to open afterwards'
-	@echo 'make test        run the tests; ARGS="-k loader" narrows them down'
-	@echo 'make lint        check the style and the format of the Python code'
-	@echo 'make test-browser  open results/report.html in a real browser; pictures of it in .runs/browser'
-	@echo 'make test-gpu    check the kernels and train every nano model on the CUDA GPUs here; skipped where there are none'
-	@echo 'make setup       only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
+	@echo 'make reproduce      run the whole pipeline; then open results/tables.md'
+	@echo 'make test           run the tests; ARGS="-k loader" selects some of them'
+	@echo 'make lint           check the style and the format of the Python code'
+	@echo 'make test-browser   test results/report.html in a real browser, with screenshots in .runs/browser'
+	@echo 'make test-gpu       check the kernels and train every nano model on the CUDA GPUs; without one, all is skipped'
+	@echo 'make setup          only create .venv and install what requirements.lock says; PYTHON=... chooses the interpreter'
 
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 test: setup
-	@# a process per core, each with one thread: the tests are many small ones; those of a file share what it prepares
+	@# a process per core, each with one thread: there are many small tests, and those of a file share what it prepares
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Chromium is the machine's own, else playwright fetches one; where neither is to be had: apt install chromium
+# An installed Chromium is used; without one, playwright downloads it
 test-browser: setup
 	@$(VENV)/bin/python -c 'import playwright' 2>/dev/null || $(VENV)/bin/python -m pip install --disable-pip-version-check playwright==1.65.2
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
-		$(VENV)/bin/python -m playwright install chromium || { echo 'make: no Chromium is to be had; Debian, Ubuntu: apt install chromium' >&2; exit 1; }
+		$(VENV)/bin/python -m playwright install chromium || { echo 'make: there is no Chromium, and playwright could not download one; install it (Debian, Ubuntu: apt install chromium)' >&2; exit 1; }
 	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
 
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 reproduce: setup
-	@# DVC asks for a Git repository unless told otherwise: an unpacked archive is none
+	@# DVC wants a Git repository unless told otherwise, and an unpacked archive is not one
 	@[ -e .git ] || $(VENV)/bin/dvc config --local core.no_scm true
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" dvc repro --force
 
-# An installation that was cut short is thrown away: pip takes a package for installed when some of its files are missing.
-# A .venv without our state file is somebody's own: it is installed into, and not thrown away when that fails.
+# An installation that was cut short is thrown away: pip believes that a package is installed even if some of its files are missing.
+# A .venv without our state file was made by somebody else: we install into it, and keep it if that fails.
 setup:
 	@set -e; \
 	fail() { echo "make: $$1" >&2; exit 1; }; \
@@ -52,7 +52,7 @@ setup:
 	state=$$(cat $(STATE) 2>/dev/null || true); \
 	if [ "$$state" = "$$wanted" ] && recent $(VENV)/bin/python; then exit 0; fi; \
 	if [ "$$state" = installing ] || { [ -n "$$state" ] && ! recent $(VENV)/bin/python; }; then \
-		echo "make: $(VENV) is unfinished or damaged and is made anew"; rm -rf $(VENV); \
+		echo "make: $(VENV) is unfinished or damaged and will be made again"; rm -rf $(VENV); \
 	fi; \
 	python=; \
 	if [ ! -e $(VENV) ]; then \
@@ -66,7 +66,7 @@ setup:
 	fi; \
 	free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1048576) }'); \
 	{ [ -n "$$state" ] && [ -z "$$python" ]; } || [ "$$free" -ge $(NEED_GB) ] || \
-		fail "$$free GB are free here, the installation needs $(NEED_GB) GB; make room (NEED_GB=... overrides)"; \
+		fail "$$free GB are free here, but the installation needs $(NEED_GB) GB; make room (NEED_GB=... overrides)"; \
 	mkdir -p $(VENV); \
 	if [ ! -x $(VENV)/bin/python ]; then \
 		[ -n "$$python" ] || fail "$(VENV) has no Python in it; remove it"; \
@@ -74,8 +74,8 @@ setup:
 	fi; \
 	recent $(VENV)/bin/python || fail "$(VENV) has a Python older than 3.11; remove it"; \
 	[ -z "$$state$$python" ] || echo installing > $(STATE); \
-	echo "make: installing into $(VENV); some minutes, once"; \
+	echo "make: installing into $(VENV); this takes some minutes, once"; \
 	{ $(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r requirements.lock && \
 		$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .; } || \
-		fail "the installation failed, see above; the same command tries again"; \
+		fail "the installation failed, see above; run the same command again"; \
 	echo "$$wanted" > $(STATE).new; mv $(STATE).new $(STATE)

@@ -1,7 +1,7 @@
 """mmsegmentation's own training of UperNet with a backbone of this project: `Runner.from_cfg(Config.fromfile(this file)).train()`.
 
 `repro segment` needs no such file. This one shows how a config of your own names the backbone; beside the model it has Vision-RWKV's
-recipe for its tiny size, without the layer-wise decay of the learning rate, for which mmengine has no rule of this backbone.
+recipe for its tiny size, without the layer-wise decay of the learning rate, for which mmengine has no rule for this backbone.
 """
 
 custom_imports = dict(imports=["mmseg.models", "mmseg.datasets", "mmseg.evaluation", "repro.tasks.segmentation.mmseg_backbone"])
@@ -12,7 +12,7 @@ weights = "weights.safetensors"  # of `repro pretrain`; None trains from scratch
 crop_size = (512, 512)
 dim = 192
 
-sync_bn = "torch"  # of several processes; one has plain batch norm
+sync_bn = "torch"  # for several processes; a single one uses plain batch norm
 head = dict(num_classes=150, norm_cfg=dict(type="BN"), dropout_ratio=0.1, align_corners=False)
 model = dict(
     type="EncoderDecoder",
