@@ -1,6 +1,7 @@
 """What a page opens with, and what README shows of it: our verdicts in numbers, what was measured and on what, two or three pictures."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,34 +9,28 @@ from typing import Any
 from ..core.errors import UserError
 from ..core.figures import against_resolution
 from ..core.record import read_json, write_json
-from .claims import Report, Verdict
-from .document import Block, Line, Link, Paragraph, Picture, Piece, Table, Text, code, paragraph, strong, table
+from .claims import Report
+from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .measured import format_scores
 from .paper import Contest, Question
 from .records import Source
 from .results import Results, SpeedGroup
-from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, describe_counts
 from .variants import find_shown
-from .wording import format_ours, significant
+from .verdicts import KINDS, MATCHED, NOT_MEASURED, Verdict, describe_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
-Fact = tuple[str, Piece, Piece | Line]  # what, ours, and its device, profile and scope
+Fact = tuple[Piece, Piece, Piece | Line]  # what, ours, and its device, profile and scope
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rows of one record in which the model and the baseline of a contest meet.
-
-    Args:
-        group, source: their device and conditions, and the record.
-        rows: (registered name, attention, image size) -> row.
-    """
+    """The rows of one record in which the model and the baseline of a contest meet."""
 
     group: SpeedGroup
     source: Source
-    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]
+    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
     @property
     def scope(self) -> str:
@@ -48,22 +43,16 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
     paper, about = report.paper, report.paper.ledger.paper
     pictures = [name for pattern in paper.pictures for name in find_pictures(report.results, pattern)[:1]]
     shown = [block for name in pictures for block in _lead_picture(name, report)]
-    claim = paragraph(Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip())
-    return (claim, *answer_blocks(report), *shown, _open_entries(report))
+    claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
+    return claim, *answer_blocks(report), *shown, _open_entries(report)
 
 
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
-    counts, facts = answer_blocks(report, measured_only=True)  # README says in words what is not measured
-    pipeline = report.results.paths.results / PIPELINE_FILE
-    if pipeline.is_file():
-        noted = read_json(pipeline)
-        row = (code("make reproduce"), f"{noted['seconds'] / 60:.0f} min", noted["origin"])
-        facts = dataclasses.replace(facts, rows=(*table(facts.header, [row]).rows, *facts.rows))
-    blocks = {"results": render_blocks((counts, facts))}
+    blocks = {"results": render_blocks(answer_blocks(report, readme=True))}
     contest = report.paper.contest
     if contest and (speeds := find_speeds(contest, report.results)):
-        shown = paragraph(Picture(f"figures/{contest.picture}", contest.title))
+        shown = (Picture(f"figures/{contest.picture}", contest.title),)
         blocks["picture"] = render_blocks((shown, _caption(contest, speeds)), "results/")
     return blocks
 
@@ -97,21 +86,32 @@ def draw_contest(report: Report, folder: Path) -> None:
     against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
 
 
-def answer_blocks(report: Report, *, measured_only: bool = False) -> tuple[Paragraph, Table]:
+def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Line, Table]:
     """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope.
 
-    With `measured_only`, facts without a number of ours are left out.
+    That of `readme` begins with the time of the pipeline, and has no facts without a number of ours: README says in words what is not
+    measured.
     """
-    paper = report.paper
+    paper, results = report.paper, report.results
     counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
-    facts = [fact for question in paper.questions if (fact := _answer(question, report, measured_only))]
+    facts: list[Fact] = []
+    if readme and (pipeline := results.paths.results / PIPELINE_FILE).is_file():
+        noted = read_json(pipeline)
+        facts.append((code("make reproduce"), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
+    for question in paper.questions:
+        own = [report.verdicts[name] for name in question.find(paper.ledger)]
+        if not readme or any(verdict.ours is not None for verdict in own):
+            facts.append(_answer(question, own, report))
     if paper.primary:
-        facts += _embedded_scores(report, 1 if measured_only else None)
+        facts += _embedded_scores(report, 1 if readme else None)
     if paper.contest:
-        facts += _contest_facts(paper.contest, report.results)
-    gpu = _gpu_fact(report.results)
-    facts += [gpu] if isinstance(gpu[1], str) or not measured_only else []
-    return paragraph(counts), table(["", "ours", "device, profile, scope"], facts)
+        facts += _contest_facts(paper.contest, results)
+    gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
+    if gpus:
+        facts.append(("anything on a GPU", ", ".join(gpus), "devices of the records"))
+    elif not readme:
+        facts.append(("anything on a GPU", strong("not measured"), "no record is of a GPU"))
+    return (counts,), table(["", "ours", "device, profile, scope"], facts)
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -137,30 +137,22 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
     return max(both, key=rank, default=None)
 
 
-def _answer(question: Question, report: Report, measured_only: bool) -> Fact | None:
-    own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
-    if measured_only and all(verdict.ours is None for verdict in own):
-        return None
+def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
+    """How many of a question's verdicts match, after the numbers that it shows."""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
     origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
-    numbers = _numbers(question, [report.verdicts[name] for name in question.shown])
-    return question.label, numbers + _count_matches(own), origin
-
-
-def _numbers(question: Question, shown: list[Verdict]) -> str:
-    if not shown or any(verdict.ours is None for verdict in shown):
-        return ""
-    ours, theirs = (" / ".join(numbers) for numbers in zip(*((format_ours(v), v.entry.printed or "") for v in shown), strict=False))
-    return f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); "
-
-
-def _count_matches(own: list[Verdict]) -> str:
-    if not any(verdict.ours is not None for verdict in own):
-        return f"none of {len(own)} is measured"
-    truncated = sum(verdict.status == MATCHED.word and verdict.how == "truncation" for verdict in own)
-    matched = sum(verdict.status == MATCHED.word for verdict in own)
-    return f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    if all(verdict.ours is None for verdict in own):
+        return question.label, f"none of {len(own)} is measured", origin
+    matched = [verdict.how for verdict in own if verdict.status == MATCHED.word]
+    truncated = matched.count("truncation")
+    text = f"{len(matched)} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    shown = [report.verdicts[name] for name in question.shown]
+    if shown and all(verdict.ours is not None for verdict in shown):
+        ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
+        theirs = " / ".join(verdict.entry.printed or "" for verdict in shown)
+        text = f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); {text}"
+    return question.label, text, origin
 
 
 def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
@@ -198,9 +190,9 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     facts = []
     for size in contest.sizes:
         ours = speeds.rows.get((contest.ours[0], None, size))
-        against = {attention: speeds.rows.get((contest.theirs[0], attention, size)) for attention in ("fused", "unfused")}
         shown = [f"{contest.ours[1]}: {_format_row(ours)}"]
-        for attention, row in against.items():
+        for attention in ("fused", "unfused"):
+            row = speeds.rows.get((contest.theirs[0], attention, size))
             ratio = ""
             if ours and row and ours["latency_ms"] and row["latency_ms"]:
                 ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
@@ -209,37 +201,26 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     return facts
 
 
-def _gpu_fact(results: Results) -> Fact:
-    devices = list(dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda")))
-    if not devices:
-        return "anything on a GPU", strong("not measured"), "no record is of a GPU"
-    return "anything on a GPU", ", ".join(devices), "devices of the records"
+def _open_entries(report: Report) -> Line:
+    kinds = Counter(verdict.entry.kind for verdict in report.all if verdict.status == NOT_MEASURED.word)
+    named = "; ".join(f"{label}: {kinds[kind]}" for kind, label in KINDS.items() if kinds[kind])
+    text = f": {kinds.total()} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
+    return strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), "."
 
 
-def _open_entries(report: Report) -> Paragraph:
-    counts = {kind: count_statuses(v for v in report.all if v.entry.kind == kind)[NOT_MEASURED.word] for kind in KINDS}
-    named = "; ".join(f"{KINDS[kind]}: {count}" for kind, count in counts.items() if count)
-    text = f": {sum(counts.values())} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
-    return paragraph(strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), ".")
-
-
-def _lead_picture(name: str, report: Report) -> tuple[Paragraph, Paragraph]:
+def _lead_picture(name: str, report: Report) -> tuple[Line, Line]:
     contest, results = report.paper.contest, report.results
     if contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, results)):
-        return paragraph(Picture(name, contest.title)), _caption(contest, speeds)
+        return (Picture(name, contest.title),), _caption(contest, speeds)
     figure = next((each for each in report.paper.figures if each.files and name in find_pictures(results, each.files)), None)
     shown, origin = picture_blocks(name, f"{figure.place}, ours" if figure else Path(name).stem, report)
     about = f"Ours of {figure.place}, where the paper shows {figure.shows}. " if figure else ""
-    return shown, Paragraph((about, *origin.line))
+    return shown, (about, *origin)
 
 
-def _caption(contest: Contest, speeds: Speeds) -> Paragraph:
-    how = "" if speeds.source.stage else ", run by hand"
-    return paragraph(
-        f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} (",
-        code(speeds.source.path),
-        f"{how}).",
-    )
+def _caption(contest: Contest, speeds: Speeds) -> Line:
+    text = f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} ("
+    return text, code(speeds.source.path), ")." if speeds.source.stage else ", run by hand)."
 
 
 def _format_row(row: Mapping[str, Any] | None) -> str:

@@ -1,104 +1,30 @@
-"""The status of every entry of a ledger, set by code; see `statuses`."""
+"""The status of every entry of a ledger, set by code; see `verdicts`."""
 
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
-from functools import partial
 
 from .arithmetic import Number, agreement, decimals, near
 from .expressions import Expression
 from .ledger import Claim, Entry, Relation
 from .paper import Paper
 from .results import Missing, Results, SpeedGroup
-from .statuses import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED
+from .verdicts import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED, Elsewhere, Verdict
 
 _SPEEDS = {"fps", "memory_mib"}
 _COSTS = {*_SPEEDS, "macs_g", "macs_saved_percent", "operator"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Elsewhere:
-    """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's.
-
-    Args:
-        group: the rows that it was taken from.
-        value: the paper's quantity, or whether the statement holds there. The baseline has unfused attention, as in the paper.
-        fused: the same with the fused attention that users run; None where there is no baseline in it, or no such row.
-        baseline: its name.
-        unit: the quantity's unit.
-        parts: how many of a statement's comparisons were measured, and how many there are.
-    """
-
-    group: SpeedGroup
-    value: float | bool
-    fused: float | bool | None
-    baseline: str
-    unit: str
-    parts: tuple[int, int]
-
-    def format(self, value: float | bool | None) -> str:
-        """`value`, which is this one's `value` or `fused`, in words."""
-        if value is None:
-            return "–"
-        if isinstance(value, bool):
-            measured, there_are = self.parts
-            scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
-            return ("holds" if value else "does not hold") + scope
-        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}"
-
-    def __str__(self) -> str:
-        fused = "" if self.fused is None else f"; against fused {self.baseline} {self.format(self.fused)}"
-        return f"{self.format(self.value)} ({self.group}{fused})"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What code found out about one entry.
-
-    Args:
-        entry: the ledger's entry.
-        status: a key of `statuses.STATUSES`. `paper inconsistent` goes before the others; then ours is compared with the paper's.
-        ours: our number, or whether the statement holds for ours; None where nothing was measured.
-        how: `rounding`, `truncation` or `equality` for a number, `holds` for a statement; None where ours is not the paper's.
-        delta: ours − paper; None for statements and where nothing was measured.
-        evidence: why the paper contradicts itself.
-        reason, command: why nothing was measured, and what would measure it.
-        elsewhere: the same quantity under other conditions than the paper's; it is shown and not compared.
-        sources: the records that ours was read from.
-        checks, violations: how many relations to the paper's own numbers could be decided, and how many of them do not hold.
-    """
-
-    entry: Entry
-    status: str
-    ours: float | bool | None = None
-    how: str | None = None
-    delta: float | None = None
-    evidence: str | None = None
-    reason: str | None = None
-    command: str | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
-    sources: tuple[str, ...] = ()
-    checks: int = 0
-    violations: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """One paper's ledger, judged by the records.
-
-    Args:
-        paper: what the paper says.
-        results: what we measured.
-        verdicts: id of an entry -> the verdict on it, in the ledger's order.
-        named: what params.yaml holds, in words.
-    """
+    """One paper's ledger, judged by the records."""
 
     paper: Paper
     results: Results
-    verdicts: Mapping[str, Verdict]
-    named: str
+    verdicts: Mapping[str, Verdict]  # by the id of the entry, in the ledger's order
+    named: str  # what params.yaml holds, in words
 
     @property
     def all(self) -> list[Verdict]:
@@ -114,8 +40,6 @@ def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequ
     """Judge every entry of a paper's ledger.
 
     Args:
-        paper: what the paper says.
-        results: what we measured.
         speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which does not name its own.
         verbs: the verbs of the command line. A command with another verb is marked as not built yet.
         profile: the profile that params.yaml equals; None where it was edited.
@@ -126,34 +50,26 @@ def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequ
     return Report(paper=paper, results=results, verdicts=verdicts, named=named)
 
 
-def is_of_speed(entry: Entry) -> bool:
-    """Whether ours is read from measured speeds or peaks of memory."""
-    return entry.ours is not None and any(call.name in _SPEEDS for call in entry.ours.calls)
-
-
 def is_of_cost(entry: Entry) -> bool:
     """Whether ours is read from measured speeds, peaks of memory, or counts of multiply-adds."""
-    return entry.ours is not None and any(call.name in _COSTS for call in entry.ours.calls)
+    return _calls(entry, _COSTS)
+
+
+def _calls(entry: Entry, functions: Set[str]) -> bool:
+    return entry.ours is not None and any(call.name in functions for call in entry.ours.calls)
 
 
 class _Judge:
     def __init__(self, paper: Paper, results: Results, speed_dtype: str, verbs: Sequence[str]):
         self.paper, self.entries, self.results, self.verbs = paper, paper.ledger.entries, results, verbs
-        conditions = paper.ledger.paper
         inference = [group for group in results.speed_rows if group.mode == "infer"]
-        self.paper_group = next(
-            (
-                group
-                for group in inference
-                if conditions.speed_device in group.device and (str(group.batch_size), group.dtype) == (conditions.speed_batch, speed_dtype)
-            ),
-            None,
-        )
+        device, batch = paper.ledger.paper.speed_device, paper.ledger.paper.speed_batch
+        fitting = [each for each in inference if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)]
+        self.paper_group = fitting[0] if fitting else None
         self.other_groups = [group for group in inference if group != self.paper_group]
-        where = f"one {conditions.speed_device}"
         self.no_speed = (
-            f"the paper measured on {where} at batch {conditions.speed_batch}; there are no such rows ({speed_dtype})",
-            f"repro efficiency  # on {where}",
+            f"the paper measured on one {device} at batch {batch}; there are no such rows ({speed_dtype})",
+            f"repro efficiency  # on one {device}",
         )
 
     def judge(self, entry: Entry) -> Verdict:
@@ -163,13 +79,13 @@ class _Judge:
         try:
             ours = self._ours(entry, self.paper_group)
         except Missing as missing:
+            reason, command = missing.args
             status = INCONSISTENT if found["evidence"] else NOT_MEASURED
-            found |= {"reason": missing.reason, "command": self._known(missing.command), "elsewhere": tuple(self._elsewhere(entry))}
+            found |= {"reason": reason, "command": self._known(command), "elsewhere": tuple(self._elsewhere(entry))}
             return Verdict(entry=entry, status=status.word, **found)
         found["sources"] = tuple(sorted(self.results.used))
-        if entry.printed is None:
-            how, delta = ("holds" if ours else None), None
-        else:
+        how, delta = ("holds" if ours else None), None
+        if entry.printed is not None:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
         status = INCONSISTENT if found["evidence"] else MATCHED if how else DIFFERS
@@ -177,33 +93,24 @@ class _Judge:
 
     def _check_paper(self, entry: Entry) -> tuple[list[str], int]:
         """Evidence for each relation that the paper's own numbers violate, and how many relations could be decided."""
-        checks = [partial(self._violation, entry, relation) for relation in entry.relations]
-        if entry.holds is not None:
-            checks.append(partial(self._refutation, entry))
         decided = []
-        for check in checks:
+        for relation in entry.relations:
             with contextlib.suppress(Missing):
-                decided.append(check())
+                decided.append(self._violation(entry, relation))
         return [evidence for evidence in decided if evidence], len(decided)
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
         if relation.requires is not None:
-            return None if self._of_paper(relation.expression) else self._explain(relation.because, relation.expression.left, 1)
+            if self._of_paper(relation.expression):
+                return None
+            computed, places = self._of_paper(relation.expression.left), 3 if entry.printed is None else 1
+            return relation.because.format(computed=_format_computed(computed, places))
         # a count of the model that the paper names is ours; everything else is the paper's own
-        functions = self.results.functions() if relation.equals_count else None
-        computed = self._of_paper(relation.expression, functions)
+        computed = self._of_paper(relation.expression, counted=relation.equals_count is not None)
         if _satisfies(computed, entry, relation):
             return None
         rounding = "; the digits that the paper cut off could explain it" if self._explained_by_rounding(entry, relation) else ""
         return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1)) + rounding
-
-    def _refutation(self, entry: Entry) -> str | None:
-        if self._of_paper(entry.holds):
-            return None
-        return self._explain(entry.because or "the statement is false of the paper's own numbers", entry.holds.left, 3)
-
-    def _explain(self, because: str, computed: Expression, places: int) -> str:
-        return because.format(computed=_format_computed(self._of_paper(computed), places))
 
     def _explained_by_rounding(self, entry: Entry, relation: Relation) -> bool:
         """Whether the relation holds for some operands that round or truncate to the printed ones, tried at their extremes."""
@@ -215,9 +122,10 @@ class _Judge:
                 return True
         return False
 
-    def _of_paper(self, expression: Expression, functions: dict[str, Callable] | None = None) -> Number | bool:
-        """The value of an expression over the paper's printed numbers."""
-        return expression.evaluate(self._printed, {**self._paper_functions(), **(functions or {})})
+    def _of_paper(self, expression: Expression, *, counted: bool = False) -> Number | bool:
+        """The value of an expression over the paper's printed numbers; `counted`: and over our counts."""
+        functions = self._paper_functions() | (self.results.functions() if counted else {})
+        return expression.evaluate(self._printed, functions)
 
     def _printed(self, entry_id: str) -> Fraction:
         return Fraction(self.entries[entry_id].printed)
@@ -248,7 +156,7 @@ class _Judge:
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
         """What the entry comes to on each other group of rows that has some of what it needs."""
-        if not is_of_speed(entry):
+        if not _calls(entry, _SPEEDS):
             return
         parts = entry.ours.conjuncts
         has_baseline = any("unfused" in call.args for call in entry.ours.calls)

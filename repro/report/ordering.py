@@ -21,43 +21,26 @@ Top1 = Mapping[int, float]  # seed -> percent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two variants that the paper orders.
+    """Two variants that the paper orders."""
 
-    Args:
-        better, worse: by the paper.
-        difference: better − worse in points, the mean over the seeds that both have.
-        low, high: the 95 % interval of that difference, for this pair alone.
-        p: two-sided, after Holm's correction over the pairs.
-        word: what the pair shows.
-        needed: how many seeds would separate this pair among all pairs, if its difference and spread stayed as observed; None where
-            that takes more than `MOST_SEEDS`.
-    """
-
-    better: str
+    better: str  # by the paper
     worse: str
-    difference: float
-    low: float
+    difference: float  # better − worse in points, the mean over the seeds that both have
+    low: float  # the 95 % interval of that difference, for this pair alone
     high: float
-    p: float
+    p: float  # two-sided, after Holm's correction over the pairs
     word: Word
-    needed: int | None
+    needed: int | None  # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ordering:
-    """The verdict on the order of a table or figure on one data set.
-
-    Args:
-        word: the verdict.
-        why: the sentence behind it.
-        pairs: in the paper's order.
-        tau: Kendall's tau over these pairs, (in the paper's order − against it) / all; None without pairs.
-    """
+    """The verdict on the order of a table or figure on one data set."""
 
     word: Word
-    why: str
-    pairs: tuple[Pair, ...] = ()
-    tau: float | None = None
+    why: str  # the sentence behind it
+    pairs: tuple[Pair, ...] = ()  # in the paper's order
+    tau: float | None = None  # Kendall's over these pairs, (in the paper's order − against it) / all; None without pairs
 
 
 def judge_ordering(

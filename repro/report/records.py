@@ -13,24 +13,23 @@ from ..core.record import read_json
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One record: what `repro.core.record.write_record` wrote.
+    """One record: what `repro.core.record.write_record` wrote."""
 
-    Args:
-        path: the file, relative to the checkout.
-        metrics, identity: its two halves.
-        stage, cell: which stage of the graph wrote it, and for which of its cells; None for what was run by hand.
-    """
-
-    path: str
+    path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    stage: str | None = None
+    stage: str | None = None  # which stage of the graph wrote it, and for which of its cells; None for what was run by hand
     cell: str | None = None
 
     @property
     def device(self) -> str:
         """The device that the record names."""
         return str(self.identity.get("device", "–"))
+
+    @property
+    def commit(self) -> str:
+        """The beginning of the hash of the commit that the code was based on."""
+        return str(self.identity.get("parent_commit") or "–")[:12]
 
     @property
     def folder(self) -> str:

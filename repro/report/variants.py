@@ -3,14 +3,15 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .claims import Report
-from .document import Block, Heading, Paragraph, Picture, Piece, Section, Table, code, number, paragraph, strong, table
-from .ledger import Ledger
+from .document import Block, Heading, Picture, Piece, Section, Table, code, number, strong, table
+from .ledger import Column, Ledger
 from .ordering import Ordering, judge_ordering
-from .paper import Paper, Variants, VariantTable
+from .paper import Variants, VariantTable
 from .records import Source
 from .results import Results
 
@@ -19,15 +20,10 @@ TOP1 = "top1_percent"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Variants that were trained alike.
+    """Variants that were trained alike."""
 
-    Args:
-        variants: name -> record, in the order in which the paper's room names them.
-        speeds: name -> the record of its throughput, where that was measured.
-    """
-
-    variants: Mapping[str, Source]
-    speeds: Mapping[str, Source]
+    variants: Mapping[str, Source]  # name -> record, in the order in which the paper's room names them
+    speeds: Mapping[str, Source]  # name -> the record of its throughput, where that was measured
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -107,15 +103,14 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
 
 def variants_section(report: Report) -> Section:
     """The verdicts on orderings, then every table and figure of each group."""
-    paper, results = report.paper, report.results
-    variants, ledger = paper.variants, paper.ledger
+    variants, ledger = report.paper.variants, report.paper.ledger
     title = f"The ablations: {variants.places}"
-    every = find_groups(results, variants)
+    every = find_groups(report.results, variants)
     judged = [(group, where, judge_group(group, where, ledger)) for group, where in _shown(every, variants)]
     if not judged:
         all_of_them = code(f"{variants.command} --all")
         text = ("None is trained yet: ", code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
-        return Section(title, (Paragraph(text),))
+        return Section(title, [text])
     rows = [
         [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
         for group, where, found in judged
@@ -127,26 +122,27 @@ def variants_section(report: Report) -> Section:
         f" explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our Top-1 is the mean "
         "over seeds ± their standard deviation; our images/s are of inference on the device that is named.",
     )
-    blocks: list[Block] = [Paragraph(text), table(["", "trained", "verdict", "because", "τ"], rows)]
+    blocks: list[Block] = [text, table(["", "trained", "verdict", "because", "τ"], rows)]
     drawn = _to_draw(every, variants)
     for group, where, found in judged:
-        blocks += [Heading(f"{where.place}: {group.title}"), *([paragraph(where.note)] if where.note else [])]
-        blocks.append(_rows_table(group, where, results, paper))
-        if drawn.get((where.place, group.common["data"])) == (group, where):
-            blocks.append(paragraph(Picture(f"figures/{_file_name(where, group)}", where.place)))
+        blocks.append(Heading(f"{where.place}: {group.title}"))
+        if where.note:
+            blocks.append((where.note,))
+        blocks.append(_rows_table(group, where, report))
+        if (group, where) in drawn:
+            blocks.append((Picture(f"figures/{_file_name(where, group)}", where.place),))
         if absent := [name for name in where.rows if name not in group.variants]:
             command = f"{variants.command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
-            blocks.append(paragraph(f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
+            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
         if found.pairs:
             blocks.append(_pairs_table(where, found, ledger))
-    return Section(title, tuple(blocks))
+    return Section(title, blocks)
 
 
 def draw_variants(report: Report, folder: Path) -> None:
     """Draw the figures that compare variants, one for each data set: from the group with most of a figure's variants."""
-    ledger = report.paper.ledger
     for group, where in _find_to_draw(report):
-        where.draw(folder / _file_name(where, group), group, lambda row, column: find_printed(ledger, row, column))
+        where.draw(folder / _file_name(where, group), group, partial(find_printed, report.paper.ledger))
 
 
 def find_drawn(report: Report) -> dict[str, list[Source]]:
@@ -166,7 +162,7 @@ def find_shown(report: Report) -> set[str]:
 
 def _find_to_draw(report: Report) -> list[tuple[Group, VariantTable]]:
     variants = report.paper.variants
-    return list(_to_draw(find_groups(report.results, variants), variants).values()) if variants else []
+    return _to_draw(find_groups(report.results, variants), variants) if variants else []
 
 
 def _shown(every: list[Group], variants: Variants) -> Iterator[tuple[Group, VariantTable]]:
@@ -174,59 +170,56 @@ def _shown(every: list[Group], variants: Variants) -> Iterator[tuple[Group, Vari
     return ((group, where) for group in every for where in variants.tables if len(group.at(where)) > 1)
 
 
-def _to_draw(every: list[Group], variants: Variants) -> dict[tuple[str, str], tuple[Group, VariantTable]]:
-    """(figure, data set) -> the group with most of its variants, and of those the one with most epochs."""
-    found: dict[tuple[str, str], tuple[Group, VariantTable]] = {}
+def _to_draw(every: list[Group], variants: Variants) -> list[tuple[Group, VariantTable]]:
+    """For each figure and data set the group with most of its variants, and of those the one with most epochs."""
+    rivals: dict[tuple[str, str], list[tuple[Group, VariantTable]]] = {}
     for group, where in _shown(every, variants):
         if where.draw is not None:
-            key = (where.place, group.common["data"])
-            rivals = [found[key][0], group] if key in found else [group]
-            found[key] = max(rivals, key=lambda each: (len(each.at(where)), each.common["epochs"])), where
-    return found
+            rivals.setdefault((where.place, group.common["data"]), []).append((group, where))
+    return [max(each, key=lambda drawn: (len(drawn[0].at(drawn[1])), drawn[0].common["epochs"])) for each in rivals.values()]
 
 
 def _file_name(where: VariantTable, group: Group) -> str:
     return f"{where.figure}_{group.common['data']}.png"
 
 
-def _rows_table(group: Group, where: VariantTable, results: Results, paper: Paper) -> Table:
+def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these weights."""
-    variants, ledger, members = paper.variants, paper.ledger, group.at(where)
-    plain = where.rows[variants.plain]
-    columns = ledger.table(plain.partition(".")[0]).columns
-    printed = [key for key in columns if where.columns is None or key in where.columns]
-    downstream = {name: _downstream_scores(results, source) for name, source in members.items()}
-    extra = [key for key in printed if key != TOP1 and any(key in scores for scores in downstream.values())]
-    printed = [key for key in printed if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
-    theirs = [f"paper: {_label(columns[key].label, columns[key].unit, key)}" for key in printed]
+    paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
+    columns = ledger.table(where.rows[paper.variants.plain].partition(".")[0]).columns
+    downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
+    asked = [key for key in columns if where.columns is None or key in where.columns]
+    extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
+    printed = [key for key in asked if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
+    theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
     measured = ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[key].label for key in extra))
-    head = ["", *theirs, *(f"ours: {name}" for name in measured)]
     rows: list[list[Piece]] = []
     for name, source in members.items():
-        m, scores, speed = source.metrics, downstream[name], group.throughput(name)
+        m, scores = source.metrics, downstream[name]
+        changes = ", ".join(f"{key} {value or 'all'}" for key, value in paper.variants.options[name].items())
         spread = m.get("top1_std_percent")
-        macs = m.get("macs_g")
-        ours: list[Piece] = [
-            number(f"{m['num_params'] / 1e6:.4g}"),
-            "–" if macs is None else number(f"{macs:.4g}"),
-            "–" if speed is None else number(f"{speed:.0f}"),
-            f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
-            *(number(f"{scores[key]:.1f}") if key in scores else "–" for key in extra),
-        ]
-        numbers = [find_printed(ledger, where.rows[name], key) for key in printed]
-        rows.append([_describe(paper, name), *("–" if text == "–" else number(text) for text in numbers), *ours])
-    return table(head, rows)
+        rows.append(
+            [
+                changes or paper.model,
+                *(_number(find_printed(ledger, where.rows[name], key)) for key in printed),
+                _number(m["num_params"] / 1e6, ".4g"),
+                _number(m.get("macs_g"), ".4g"),
+                _number(group.throughput(name), ".0f"),
+                f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
+                *(_number(scores.get(key), ".1f") for key in extra),
+            ]
+        )
+    return table(["", *theirs, *(f"ours: {name}" for name in measured)], rows)
 
 
-def _label(label: str, unit: str, key: str) -> str:
+def _number(value: float | str | None, form: str = "") -> Piece:
+    return "–" if value in (None, "–") else number(format(value, form))
+
+
+def _label(column: Column, key: str) -> str:
     if key == TOP1:
         return "Top-1 (%)"
-    return f"{label} ({unit})" if unit in ("M", "G") else label
-
-
-def _describe(paper: Paper, name: str) -> str:
-    changes = paper.variants.options[name]
-    return ", ".join(f"{key} {value or 'all'}" for key, value in changes.items()) or paper.model
+    return f"{column.label} ({column.unit})" if column.unit in ("M", "G") else column.label
 
 
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
