@@ -63,16 +63,17 @@ def note_pipeline(report: Report) -> None:
     The seconds of each stage lie beside its record, where Git does not keep them. Where one is missing or damaged, as on a fresh clone,
     the file stays as it is.
     """
-    results = report.results
-    files = [results.paths.root / source.run_file for source in results.own_sources]
+    # that of the machine itself is no record of results
+    own = [source for source in report.results.sources if source.stage is not None and "code_hash" in source.identity]
+    files = [report.results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
     try:
         seconds = sum(read_json(file)["seconds"] for file in files)
     except UserError:
         return
-    trained = [source for source in results.own_sources if source.is_trained]
-    write_json(results.paths.results / PIPELINE_FILE, {"seconds": round(seconds), "origin": describe_origin(trained, report.named)})
+    origin = describe_origin([source for source in own if source.is_trained], report.named)
+    write_json(report.results.paths.results / PIPELINE_FILE, {"seconds": round(seconds), "origin": origin})
 
 
 def draw_contest(report: Report, folder: Path) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
+from typing import Any
 
 from .arithmetic import Number, agreement, decimals, near
 from .expressions import Expression
@@ -67,39 +68,35 @@ class _Judge:
         fitting = [each for each in inference if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)]
         self.paper_group = fitting[0] if fitting else None
         self.other_groups = [group for group in inference if group != self.paper_group]
-        self.no_speed = (
-            f"the paper measured on one {device} at batch {batch}; there are no such rows ({speed_dtype})",
-            f"repro efficiency  # on one {device}",
-        )
+        reason = f"the paper measured on one {device} at batch {batch}; there are no such rows ({speed_dtype})"
+        self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(reason, f"repro efficiency  # on one {device}"))
 
     def judge(self, entry: Entry) -> Verdict:
-        evidence, checks = self._check_paper(entry)
-        found = {"evidence": entry.contradiction or "; ".join(evidence) or None, "checks": checks, "violations": len(evidence)}
+        decided = []
+        for relation in entry.relations:
+            with contextlib.suppress(Missing):
+                decided.append(self._violation(entry, relation))
+        violations = [evidence for evidence in decided if evidence]
+        evidence = entry.contradiction or "; ".join(violations) or None
+        found = {"entry": entry, "evidence": evidence, "checks": len(decided), "violations": len(violations)}
         self.results.used.clear()
         try:
             ours = self._ours(entry, self.paper_group)
         except Missing as missing:
             reason, command = missing.args
-            status = INCONSISTENT if found["evidence"] else NOT_MEASURED
-            found |= {"reason": reason, "command": self._known(command), "elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(entry=entry, status=status.word, **found)
+            status = INCONSISTENT if evidence else NOT_MEASURED
+            elsewhere = tuple(self._elsewhere(entry))
+            return Verdict(**found, status=status.word, reason=reason, command=self._known(command), elsewhere=elsewhere)
         found["sources"] = tuple(sorted(self.results.used))
         how, delta = ("holds" if ours else None), None
         if entry.printed is not None:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
-        status = INCONSISTENT if found["evidence"] else MATCHED if how else DIFFERS
-        return Verdict(entry=entry, status=status.word, ours=ours, how=how, delta=delta, **found)
-
-    def _check_paper(self, entry: Entry) -> tuple[list[str], int]:
-        """Evidence for each relation that the paper's own numbers violate, and how many relations could be decided."""
-        decided = []
-        for relation in entry.relations:
-            with contextlib.suppress(Missing):
-                decided.append(self._violation(entry, relation))
-        return [evidence for evidence in decided if evidence], len(decided)
+        status = INCONSISTENT if evidence else MATCHED if how else DIFFERS
+        return Verdict(**found, status=status.word, ours=ours, how=how, delta=delta)
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
+        """Evidence that the paper's own numbers violate a relation; None where they do not."""
         if relation.requires is not None:
             if self._of_paper(relation.expression):
                 return None
@@ -114,31 +111,21 @@ class _Judge:
 
     def _explained_by_rounding(self, entry: Entry, relation: Relation) -> bool:
         """Whether the relation holds for some operands that round or truncate to the printed ones, tried at their extremes."""
-        names = relation.expression.references
-        units = {name: Fraction(1, 10 ** decimals(self.entries[name].printed)) for name in names}
-        for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(names)):
-            moved = {name: self._printed(name) + shift * units[name] for name, shift in zip(names, shifts, strict=True)}
-            if names and _satisfies(relation.expression.evaluate(moved.__getitem__, self._paper_functions()), entry, relation):
+        printed = {name: self.entries[name].printed for name in relation.expression.references}
+        for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
+            units = (shift / 10 ** decimals(digits) for shift, digits in zip(shifts, printed.values(), strict=True))
+            moved = {name: Fraction(printed[name]) + unit for name, unit in zip(printed, units, strict=True)}
+            if moved and _satisfies(self._of_paper(relation.expression, moved), entry, relation):
                 return True
         return False
 
-    def _of_paper(self, expression: Expression, *, counted: bool = False) -> Number | bool:
-        """The value of an expression over the paper's printed numbers; `counted`: and over our counts."""
-        functions = self._paper_functions() | (self.results.functions() if counted else {})
-        return expression.evaluate(self._printed, functions)
-
-    def _printed(self, entry_id: str) -> Fraction:
-        return Fraction(self.entries[entry_id].printed)
-
-    def _paper_functions(self) -> dict[str, Callable]:
-        def not_printed(*args):
-            raise Missing("the paper prints no such number", "")
-
-        measured = dict.fromkeys([*self.results.functions(), *_SPEEDS], not_printed)
-        return {**measured, **self.paper.formulas, "agrees": self._agrees}
-
-    def _agrees(self, value: Number, entry_id: str) -> bool:
-        return agreement(value, self.entries[entry_id].printed) is not None
+    def _of_paper(self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False) -> Number | bool:
+        """The value of an expression over the paper's printed numbers, or over `moved` ones; `counted`: and over our counts."""
+        measured = dict.fromkeys([*self.results.functions(), *_SPEEDS], _raise_missing("the paper prints no such number", ""))
+        if counted:
+            measured |= self.results.functions()
+        printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
+        return self._evaluate(expression, printed, measured)
 
     def _ours(self, entry: Entry, group: SpeedGroup | None) -> Number | bool:
         """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not measured."""
@@ -147,12 +134,14 @@ class _Judge:
         return self._evaluate_ours(entry.ours, group)
 
     def _evaluate_ours(self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused") -> Number | bool:
-        def not_measured(*args):
-            raise Missing(*self.no_speed)
+        speeds = self.results.speed_functions(group, attention) if group else self.no_speeds
+        return self._evaluate(expression, lambda name: self._ours(self.entries[name], group), {**self.results.functions(), **speeds})
 
-        speeds = self.results.speed_functions(group, attention) if group else dict.fromkeys(_SPEEDS, not_measured)
-        functions = {**self.results.functions(), **speeds, **self.paper.formulas, "agrees": self._agrees}
-        return expression.evaluate(lambda name: self._ours(self.entries[name], group), functions)
+    def _evaluate(self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]) -> Number | bool:
+        def agrees(number: Number, entry_id: str) -> bool:
+            return agreement(number, self.entries[entry_id].printed) is not None
+
+        return expression.evaluate(value, {**measured, **self.paper.formulas, "agrees": agrees})
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
         """What the entry comes to on each other group of rows that has some of what it needs."""
@@ -187,6 +176,15 @@ class _Judge:
         if words[:1] != ["repro"] or words[1] in self.verbs:
             return command
         return f"{command.partition('  #')[0]}  # not built yet"
+
+
+def _raise_missing(reason: str, command: str) -> Callable:
+    """A function that raises `Missing`, in place of one that reads what there is not."""
+
+    def function(*args: Any) -> None:
+        raise Missing(reason, command)
+
+    return function
 
 
 def _satisfies(computed: Number, entry: Entry, relation: Relation) -> bool:

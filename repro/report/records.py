@@ -63,14 +63,15 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
         UserError: a record is damaged. A missing one is no error.
     """
     root = paths.results
-    found = []
+    files = []
     for stage in stages:
         for name in ("metrics.json", "speed.json"):
-            found += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
-            found += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
-    by_hand = (file for file in root.glob("measured/**/*.json") if not file.name.endswith(("run.json", "recipe.json")))
-    found += [(file, None, None) for file in sorted(by_hand) if file.parent.name != "seeds"]
-    return [_read(paths, *each) for each in found]
+            files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
+            files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
+    for file in sorted(root.glob("measured/**/*.json")):
+        if not file.name.endswith(("run.json", "recipe.json")) and file.parent.name != "seeds":
+            files.append((file, None, None))
+    return [_read(paths, *each) for each in files]
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
@@ -118,7 +119,8 @@ class _Named(dict):
 def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:
     path = file.relative_to(paths.root).as_posix()
     content = read_json(file)
-    halves = {name: content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")}
-    if not all(isinstance(half, Mapping) for half in halves.values()):
+    halves = [content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")]
+    if not all(isinstance(half, Mapping) for half in halves):
         raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")
-    return Source(path, **{name: name_keys(half, f"{path}: {name}") for name, half in halves.items()}, stage=stage, cell=cell)
+    metrics, identity = name_keys(halves[0], f"{path}: metrics"), name_keys(halves[1], f"{path}: identity")
+    return Source(path, metrics, identity, stage, cell)

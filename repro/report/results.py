@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
@@ -85,18 +85,16 @@ class Results:
                     found[f"{self.model_key(row)}@{size_of(row)}"] = row, source
         return found
 
-    @property
-    def own_sources(self) -> list[Source]:
-        """The records of results that stages of the graph wrote; that of the machine itself is not one."""
-        return [source for source in self.sources if source.stage is not None and "code_hash" in source.identity]
-
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
         """The speed rows of all devices, grouped by what may be compared. What was measured a second time is left out."""
         groups: dict[SpeedGroup, list] = {}
         for source in self.sources:
-            for row in _speed_rows(source):
-                if row.get("run", 1) == 1:
+            rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
+            if is_stage and not isinstance(rows, list):
+                raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
+            for row in rows if isinstance(rows, list) else ():
+                if isinstance(row, Mapping) and (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1:
                     groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
@@ -130,13 +128,10 @@ class Results:
     def speed_functions(self, group: SpeedGroup, attention: str = "unfused") -> dict[str, Callable]:
         """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are unfused."""
 
-        def read(field: str) -> Callable:
-            def look_up(model: str, size: int, asked: str | None = None) -> float:
-                return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
+        def look_up(field: str, model: str, size: int, asked: str | None = None) -> float:
+            return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
 
-            return look_up
-
-        return {"fps": read("throughput_img_per_s"), "memory_mib": read("peak_memory_mib")}
+        return {"fps": partial(look_up, "throughput_img_per_s"), "memory_mib": partial(look_up, "peak_memory_mib")}
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
         """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the family's defaults."""
@@ -240,22 +235,20 @@ class Results:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self._paper_profile.get("prepare_data") or {}
         for name, cell in (self._paper_profile.get(section) or {}).items():
-            if not isinstance(cell, Mapping) or "model" not in cell or (prepared.get(cell.get("data")) or {}).get("kind") != kind:
-                continue
-            if self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
-                return name
+            if isinstance(cell, Mapping) and "model" in cell and (prepared.get(cell.get("data")) or {}).get("kind") == kind:
+                if self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
+                    return name
         return None
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        cell = self._profile_cell(section, model, kind)
+        cell, command = self._profile_cell(section, model, kind), "repro profile show paper"
         if cell is None:
-            raise Missing(f"profiles/paper.yaml has no {section} cell for it", "repro profile show paper")
+            raise Missing(f"profiles/paper.yaml has no {section} cell for it", command)
         value: Any = self._paper_profile[section][cell]
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            why = f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds"
-            raise Missing(why, "repro profile show paper")
+            raise Missing(f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds", command)
         self.used.add("profiles/paper.yaml")
         return value
 
@@ -295,13 +288,3 @@ def size_of(row: Mapping[str, Any]) -> str:
     size = row["image_size"]
     height, width = size if isinstance(size, list) else (size, size)
     return str(height) if height == width else f"{height}x{width}"
-
-
-def _speed_rows(source: Source) -> list[Mapping[str, Any]]:
-    """The rows of a record that measured speed; other records have none."""
-    rows = source.metrics.get("rows")
-    if source.stage == "efficiency" and not isinstance(rows, list):
-        raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
-    if not isinstance(rows, list):
-        return []
-    return [row for row in rows if isinstance(row, Mapping) and (source.stage == "efficiency" or "throughput_img_per_s" in row)]

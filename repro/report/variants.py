@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from .claims import Report
 from .document import Block, Heading, Picture, Piece, Section, Table, code, number, strong, table
 from .ledger import Column, Ledger
-from .ordering import Ordering, judge_ordering
+from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Variants, VariantTable
 from .records import Source
 from .results import Results
@@ -62,12 +62,13 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
         of_group = found.setdefault((origin, m["data"], m["model"], rest, m["recipe_hash"]), {})
         if name not in of_group or len(m["by_seed"]) > len(of_group[name].metrics["by_seed"]):
             of_group[name] = source
-    speeds = {source.folder: source for source in results.sources if source.path.endswith("/speed.json")}
+    has_speed = (source for source in results.sources if source.path.endswith("/speed.json") and source.metrics.get("throughput_img_per_s"))
+    speeds = {source.folder: source for source in has_speed}
     groups = []
     for members in found.values():
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
-        groups.append(Group(variants=ordered, speeds={n: s for n, s in measured.items() if s.metrics.get("throughput_img_per_s")}))
+        groups.append(Group(variants=ordered, speeds=measured))
     return groups
 
 
@@ -81,8 +82,10 @@ def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
     runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
-    top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
-    before = {name: {run["seed"]: run["top1_previous_percent"] for run in of_variant} for name, of_variant in runs.items()}
+    top1, before = (
+        {name: {run["seed"]: run[key] for run in of_variant} for name, of_variant in runs.items()}
+        for key in (TOP1, "top1_previous_percent")
+    )
     return judge_ordering(top1, before, find_orders(where, ledger), group.common["val_images"], group.common["classes"])
 
 
@@ -105,8 +108,7 @@ def variants_section(report: Report) -> Section:
     """The verdicts on orderings, then every table and figure of each group."""
     variants, ledger = report.paper.variants, report.paper.ledger
     title = f"The ablations: {variants.places}"
-    every = find_groups(report.results, variants)
-    judged = [(group, where, judge_group(group, where, ledger)) for group, where in _shown(every, variants)]
+    judged = [(group, where, judge_group(group, where, ledger)) for group, where in _pair(report)]
     if not judged:
         all_of_them = code(f"{variants.command} --all")
         text = ("None is trained yet: ", code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
@@ -123,14 +125,13 @@ def variants_section(report: Report) -> Section:
         "over seeds ± their standard deviation; our images/s are of inference on the device that is named.",
     )
     blocks: list[Block] = [text, table(["", "trained", "verdict", "because", "τ"], rows)]
-    drawn = _to_draw(every, variants)
+    drawn = _to_draw(report)
     for group, where, found in judged:
         blocks.append(Heading(f"{where.place}: {group.title}"))
         if where.note:
             blocks.append((where.note,))
         blocks.append(_rows_table(group, where, report))
-        if (group, where) in drawn:
-            blocks.append((Picture(f"figures/{_file_name(where, group)}", where.place),))
+        blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in drawn.items() if pair == (group, where)]
         if absent := [name for name in where.rows if name not in group.variants]:
             command = f"{variants.command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
             blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
@@ -141,46 +142,35 @@ def variants_section(report: Report) -> Section:
 
 def draw_variants(report: Report, folder: Path) -> None:
     """Draw the figures that compare variants, one for each data set: from the group with most of a figure's variants."""
-    for group, where in _find_to_draw(report):
-        where.draw(folder / _file_name(where, group), group, partial(find_printed, report.paper.ledger))
+    for name, (group, where) in _to_draw(report).items():
+        where.draw(folder / name, group, partial(find_printed, report.paper.ledger))
 
 
 def find_drawn(report: Report) -> dict[str, list[Source]]:
     """The name of each file that `draw_variants` makes -> the records that it shows."""
-    return {_file_name(where, group): list(group.at(where).values()) for group, where in _find_to_draw(report)}
+    return {name: list(group.at(where).values()) for name, (group, where) in _to_draw(report).items()}
 
 
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `variants_section` alone shows; those of other stages than the variants' stand elsewhere too."""
+    sources = [source for group, where in _pair(report) for source in group.at(where).values()]
+    return {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
+
+
+def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
+    """Each group with each table and figure of which it has two variants."""
     variants = report.paper.variants
-    if variants is None:
-        return set()
-    shown = _shown(find_groups(report.results, variants), variants)
-    sources = (source for group, where in shown for source in group.at(where).values())
-    return {source.path for source in sources if source.stage in (None, variants.stage)}
+    groups = find_groups(report.results, variants) if variants else []
+    return [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
 
 
-def _find_to_draw(report: Report) -> list[tuple[Group, VariantTable]]:
-    variants = report.paper.variants
-    return _to_draw(find_groups(report.results, variants), variants) if variants else []
-
-
-def _shown(every: list[Group], variants: Variants) -> Iterator[tuple[Group, VariantTable]]:
-    """A group stands in each table and figure of which it has two variants."""
-    return ((group, where) for group in every for where in variants.tables if len(group.at(where)) > 1)
-
-
-def _to_draw(every: list[Group], variants: Variants) -> list[tuple[Group, VariantTable]]:
-    """For each figure and data set the group with most of its variants, and of those the one with most epochs."""
-    rivals: dict[tuple[str, str], list[tuple[Group, VariantTable]]] = {}
-    for group, where in _shown(every, variants):
+def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
+    """File name of a figure for a data set -> the group with most of its variants, and of those the one with most epochs."""
+    rivals: dict[str, list[tuple[Group, VariantTable]]] = {}
+    for group, where in _pair(report):
         if where.draw is not None:
-            rivals.setdefault((where.place, group.common["data"]), []).append((group, where))
-    return [max(each, key=lambda drawn: (len(drawn[0].at(drawn[1])), drawn[0].common["epochs"])) for each in rivals.values()]
-
-
-def _file_name(where: VariantTable, group: Group) -> str:
-    return f"{where.figure}_{group.common['data']}.png"
+            rivals.setdefault(f"{where.figure}_{group.common['data']}.png", []).append((group, where))
+    return {name: max(pairs, key=lambda pair: (len(pair[0].at(pair[1])), pair[0].common["epochs"])) for name, pairs in rivals.items()}
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
@@ -234,9 +224,10 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     rows: list[list[Piece]] = []
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
-        theirs: Piece = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        needed: Piece = "over 1000" if pair.needed is None else number(pair.needed)
+        theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
         ours = f"{pair.difference:+.2f} [{pair.low:+.2f}, {pair.high:+.2f}]"
-        open_pair = pair.word == "not separated"
-        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed if open_pair else "–"])
+        needed: Piece = "–"
+        if pair.word == "not separated":
+            needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
+        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)
