@@ -10,7 +10,7 @@ from ..core.errors import UserError
 from ..core.figures import against_resolution
 from ..core.record import read_json, write_json
 from .claims import Report
-from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, strong, table
+from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .measured import format_scores
@@ -169,14 +169,15 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         first = sources[0].metrics
         labels = dict(list(results.scores[sources[0].stage or ""].items())[:most_scores])
         if len(sources) == 1:
-            ours = f"{_short(first['model'])}: {format_scores(first, labels, 1)}"
+            ours = f"{first['model'].partition('_patch')[0]}: {format_scores(first, labels, 1)}"
         else:
-            ranked = sorted(sources, key=lambda source: -source.metrics[key])
-            ours = ", ".join(f"{_short(s.metrics['model'])} {format_scores(s.metrics, {key: ''}, 1)}" for s in ranked)
+            ranked = sorted((source.metrics for source in sources), key=lambda m: -m[key])
+            ours = ", ".join(f"{m['model'].partition('_patch')[0]} {format_scores(m, {key: ''}, 1)}" for m in ranked)
         if reference := first.get("without_learning"):
             ours += f"; without learning: {format_scores(reference, labels, 1)}"
         lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
-        seeds = " or ".join(dict.fromkeys(_count_seeds(source) for source in sources))
+        counts = dict.fromkeys(len(source.metrics.get("by_seed", ())) for source in sources)
+        seeds = " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
         scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}"
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
@@ -186,7 +187,7 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     speeds = find_speeds(contest, results)
     if speeds is None:
-        return [(contest.title, "not measured", ("no record has rows of both: ", code("repro efficiency")))]
+        return [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
     how = "a stage of the pipeline" if speeds.source.stage else "run by hand"
     facts = []
     for size in contest.sizes:
@@ -231,12 +232,3 @@ def _format_row(row: Mapping[str, Any] | None) -> str:
         return row["status"]
     memory = f", {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
     return f"{significant(row['latency_ms'])} ms{memory}"
-
-
-def _short(model: str) -> str:
-    return model.partition("_patch")[0]
-
-
-def _count_seeds(source: Source) -> str:
-    seeds = len(source.metrics.get("by_seed", ()))
-    return "one seed" if seeds == 1 else f"{seeds} seeds"

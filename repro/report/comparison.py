@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from .claims import Report, is_of_cost
-from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, strong, table
+from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry, Table
 from .verdicts import INCONSISTENT, KINDS, NOT_MEASURED, STATUSES, Verdict, count_statuses, format_counts, format_ours, status_line
 
@@ -12,26 +12,19 @@ CONTRADICTIONS = "Where the paper contradicts itself"
 
 def how_to_read(report: Report) -> Section:
     """What the marks mean and what is compared."""
-    paper, conditions = report.paper, report.paper.ledger.paper
+    conditions = report.paper.ledger.paper
+    files = "`claims.csv` and `claims.json`" if report.paper.primary else f"`{report.paper.id}.claims.json`"
+    sources = (
+        f"`repro report` writes this page from the records under `results/` and from the paper's ledger; code sets every status. params.yaml "
+        f"holds {report.named}. All entries, with reasons, commands and records, are in {files}."
+    )
     speed = f", speed and memory only when taken on one {conditions.speed_device} at batch {conditions.speed_batch}"
-    claims = (code("claims.csv"), " and ", code("claims.json")) if paper.primary else (code(f"{paper.id}.claims.json"),)
-    blocks: list[Block] = [
-        (
-            code("repro report"),
-            " writes this page from the records under ",
-            code("results/"),
-            f" and from the paper's ledger; code sets every status. params.yaml holds {report.named}. All entries, with reasons, commands and "
-            "records, are in ",
-            *claims,
-            ".",
-        ),
-        table(["mark", "status", "means"], [[status, word, status.means] for word, status in STATUSES.items()]),
-        (
-            "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
-            f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}.",
-        ),
-    ]
-    return Section("How to read this page", blocks)
+    units = (
+        "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
+        f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."
+    )
+    legend = table(["mark", "status", "means"], [[status, word, status.means] for word, status in STATUSES.items()])
+    return Section("How to read this page", [prose(sources), legend, (units,)])
 
 
 def summary(report: Report) -> Section:
@@ -53,8 +46,8 @@ def summary(report: Report) -> Section:
 
 def headlines(report: Report) -> Section:
     """The claims that the paper leads with."""
-    paper = report.paper
-    chosen = [claim for claim in paper.ledger.claims if any(entry.id.startswith(paper.headlines) for entry in claim.entries)]
+    claims = report.paper.ledger.claims
+    chosen = [claim for claim in claims if any(entry.id.startswith(report.paper.headlines) for entry in claim.entries)]
     return Section("Headline claims", [_claim_table(chosen, report, with_reasons=True)])
 
 
@@ -79,7 +72,8 @@ def cost_claims(report: Report) -> Section:
             if verdict.ours is not None:
                 rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
             for each in verdict.elsewhere:
-                rows.append([*about, str(each.group), *(_quantity(each.format(value)) for value in (each.value, each.fused))])
+                values = [each.format(value) for value in (each.value, each.fused)]
+                rows.append([*about, str(each.group), *(number(text) if text.endswith(("×", "%")) else text for text in values)])
             if verdict.ours is None and not verdict.elsewhere:
                 rows.append([*about, "–", verdict.reason or "–", "–"])
     name = report.paper.baseline
@@ -135,9 +129,9 @@ def where_checked(report: Report) -> Section:
             rows.append([f"{about.place}, {column.label}", says, *_checked(own, report)])
     for claim in report.paper.ledger.claims:
         rows.append([claim.place, claim.says, *_checked(report.of_claim(claim), report)])
-    text = (code("repro report"), " judges every entry; the command is what makes, or would make, the number that it judges by.")
+    text = "`repro report` judges every entry; the command is what makes, or would make, the number that it judges by."
     header = ["where", "the paper says", "entries", "command", "record"]
-    return Section("Where each claim is checked", [text, table(header, rows)])
+    return Section("Where each claim is checked", [prose(text), table(header, rows)])
 
 
 def _compare(verdict: Verdict) -> Piece | Line:
@@ -171,10 +165,6 @@ def _merge(lines: Sequence[Line]) -> Line:
 def _key(claim: Claim, verdict: Verdict) -> str:
     """What tells the number of a claim from its other numbers, e.g. `T `."""
     return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
-
-
-def _quantity(text: str) -> Piece:
-    return number(text) if text.endswith(("×", "%")) else text
 
 
 def _prints(entry: Entry) -> Line:

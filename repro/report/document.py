@@ -103,6 +103,11 @@ def code(text: str) -> Text:
     return Text(text, "code")
 
 
+def prose(text: str) -> Line:
+    """A line of our own words, in which `...` is code. It is no place for what a record holds."""
+    return tuple(code(part) if place % 2 else part for place, part in enumerate(text.split("`")))
+
+
 def number(text: object) -> Text:
     return Text(str(text), "number")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .claims import Report
-from .document import Block, Heading, Line, Picture, Section, code, table
+from .document import Block, Heading, Line, Picture, Section, code, prose, table
 from .paper import Figure
 from .records import Source
 from .results import Results
@@ -30,7 +30,7 @@ def examples_section(report: Report) -> Section:
         pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
         blocks += [_origin_line(run, find_beside(names[0], results), report), table([""] * len(pictures), [pictures])]
     if not runs:
-        blocks.append(("There are none yet: ", code("repro detect"), ", ", code("repro segment"), "."))
+        blocks.append(prose("There are none yet: `repro detect`, `repro segment`."))
     return Section("Example pictures", blocks)
 
 
@@ -69,15 +69,15 @@ def _figure(figure: Figure, report: Report) -> list[Block]:
     drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures if each.files}
     files = drawn.get(figure.place, [])
     if figure.files is None:
-        state: Line = ("It is a diagram of the method, which has nothing to measure.",)
+        state = "It is a diagram of the method, which has nothing to measure."
     elif files:
-        state = (f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}.",)
+        state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
     elif drawn.get(figure.shared_with):
-        state = (f"The pictures of {figure.shared_with} show it too.",)
+        state = f"The pictures of {figure.shared_with} show it too."
     else:
-        state = ("Not drawn yet: ", code(figure.command), ".")
+        state = f"Not drawn yet: `{figure.command}`."
     entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
-    about = (*state, f" The ledger's entries on it: {entries or 'none'}.")
+    about = prose(f"{state} The ledger's entries on it: {entries or 'none'}.")
     blocks: list[Block] = [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
     for name in files:
         blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)

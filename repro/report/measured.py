@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .document import Block, Bullets, Heading, Piece, Section, code, number, table
+from .document import Block, Bullets, Heading, Piece, Section, code, number, prose, table
 from .records import Source, find_missing_records
 from .results import Results, SpeedGroup
 from .verdicts import significant
@@ -17,24 +17,24 @@ def missing_records(results: Results) -> list[Section]:
     if not missing:
         return []
     rows = [[code(record), code(command)] for record, command in missing]
-    text = "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted ("
-    return [Section("Missing cells", [(text, code("repro status"), ")."), table(["record", "what makes it"], rows)])]
+    text = (
+        "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted "
+        "(`repro status`)."
+    )
+    return [Section("Missing cells", [prose(text), table(["record", "what makes it"], rows)])]
 
 
 def speed_and_memory(results: Results) -> Section:
     """The rows of every device, and what sweeps conclude from theirs."""
     title = "Speed and memory measured here"
     if not results.speed_rows:
-        return Section(title, [("Nothing is measured yet: ", code("repro efficiency"), ".")])
+        return Section(title, [prose("Nothing is measured yet: `repro efficiency`.")])
     text = (
         "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
-        "twice: ",
-        code("unfused"),
-        " attention is what the paper's quadratic memory implies, ",
-        code("fused"),
-        " is what a user runs today. These rows stand for their own device only.",
+        "twice: `unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today. These rows stand for "
+        "their own device only."
     )
-    blocks: list[Block] = [text]
+    blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
         blocks.append(Heading(f"{group}, {group.mode}"))
@@ -52,7 +52,7 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     title = "Runs on other data: no comparison with the paper"
     runs = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
     if not runs:
-        return Section(title, [("There are none yet: ", code("repro pretrain"), ".")])
+        return Section(title, [prose("There are none yet: `repro pretrain`.")])
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
@@ -90,7 +90,7 @@ def provenance(results: Results) -> Section:
             dtype, backend, *hashes = (str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash"))
             rows.append([code(source.path), source.device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
-        return Section("Provenance", [("No record was found under ", code("results/"), ": ", code("dvc repro"), " makes them.")])
+        return Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])
     header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     text = "Each record names what explains its numbers; code and params are hashes."
     return Section("Provenance", [(text,), (REPEATS,), table(header, rows)])
@@ -180,7 +180,7 @@ def _ratios(rows: Rows) -> list[Block]:
                 lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:
-            lines.append(("The op ", code("ttt_linear_bidir"), f" alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
+            lines.append(prose(f"The op `ttt_linear_bidir` alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
     return [Bullets(lines)] if lines else []
 
 

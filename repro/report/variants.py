@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .claims import Report
-from .document import Block, Heading, Picture, Piece, Section, Table, code, number, strong, table
+from .document import Block, Heading, Picture, Piece, Section, Table, code, number, prose, strong, table
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Variants, VariantTable
@@ -110,21 +110,19 @@ def variants_section(report: Report) -> Section:
     title = f"The ablations: {variants.places}"
     judged = [(group, where, judge_group(group, where, ledger)) for group, where in _pair(report)]
     if not judged:
-        all_of_them = code(f"{variants.command} --all")
-        text = ("None is trained yet: ", code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
-        return Section(title, [text])
+        command = variants.command
+        return Section(title, [prose(f"None is trained yet: `{command}`, or `{command} --all` for all {len(variants.options)} variants.")])
     rows = [
         [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
         for group, where, found in judged
     ]
     text = (
         "Variants that were trained alike here. Is the paper's ordering by Top-1 seen? Each pair that the paper orders is judged by its "
-        "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. ",
-        code("docs/ablations.md"),
-        f" explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our Top-1 is the mean "
-        "over seeds ± their standard deviation; our images/s are of inference on the device that is named.",
+        "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. "
+        f"`docs/ablations.md` explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our "
+        "Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named."
     )
-    blocks: list[Block] = [text, table(["", "trained", "verdict", "because", "τ"], rows)]
+    blocks: list[Block] = [prose(text), table(["", "trained", "verdict", "because", "τ"], rows)]
     drawn = _to_draw(report)
     for group, where, found in judged:
         blocks.append(Heading(f"{where.place}: {group.title}"))
