@@ -34,12 +34,7 @@ class Expression:
     """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
 
     An id is written as it is, `table1.vittt_t.top1_percent`, or as `entry("text.5_3.speedup_1280_t")` where a part begins with a digit.
-
-    Args:
-        tree: its syntax tree; `parse` makes one from text.
-
-    Raises:
-        ValueError: the tree has a part of another kind; a mistake in the ledger.
+    A part of another kind is a `ValueError`, a mistake in the ledger.
     """
 
     def __init__(self, tree: ast.expr):
@@ -78,12 +73,7 @@ class Expression:
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
         """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
 
-        Args:
-            value: looks up an id.
-            functions: what may be called beside `arithmetic.FUNCTIONS`.
-
-        Raises:
-            ValueError: it calls an unknown function.
+        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`. Another function is a `ValueError`.
         """
         functions = {**FUNCTIONS, **functions, "entry": value}
         if unknown := [call.name for call in self.calls if call.name not in functions]:

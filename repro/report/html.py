@@ -15,7 +15,6 @@ from .claims import Report
 from .document import Block, Bullets, Comparison, Heading, Line, Link, Mark, Picture, Piece, Section, Table, Text, make_anchor, plain
 from .verdicts import KINDS, STATUSES, Verdict, count_statuses, format_delta, format_ours
 
-TEMPLATE = Path(__file__).with_name("template.html")
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 TAGS = {"code": "code", "strong": "strong", "emphasis": "em"}  # of styles; numbers have none
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
@@ -30,13 +29,10 @@ def render_html(pages: Sequence[tuple[Report, Sequence[Section]]]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {
-        "anchor": make_anchor,
-        "delta": format_delta,
-        "ours": lambda verdict: "" if verdict.ours is None else plain(format_ours(verdict)),
-    }
+    environment.filters |= {"anchor": make_anchor, "delta": format_delta, "ours": lambda verdict: plain(format_ours(verdict))}
     described = [_describe(report, page, "" if place == 0 else f"{report.paper.id}-") for place, (report, page) in enumerate(pages)]
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(pages=described, kinds=KINDS, statuses=STATUSES)
+    template = environment.from_string(Path(__file__).with_name("template.html").read_text(encoding="utf-8"))
+    return template.render(pages=described, kinds=KINDS, statuses=STATUSES)
 
 
 def _describe(report: Report, page: Sequence[Section], prefix: str) -> dict[str, Any]:

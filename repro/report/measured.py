@@ -99,10 +99,7 @@ def provenance(results: Results) -> Section:
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:
     """E.g. `top1 97.49 %, top5 100.00 %`; with the 95 % interval where several seeds were trained.
 
-    Args:
-        metrics: of a record.
-        labels: key of a score -> its label.
-        places: decimals.
+    `labels`: key of a score in the metrics -> its label; `places`: decimals.
     """
     shown = []
     for key, label in labels.items():

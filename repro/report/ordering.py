@@ -56,7 +56,7 @@ def judge_ordering(
         classes: of the data set.
     """
     orders = [(better, worse) for better, worse in orders if better in top1 and worse in top1]
-    seeds = sorted(set.intersection(*(set(of_variant) for of_variant in top1.values()))) if top1 else []
+    seeds = sorted(set.intersection(*map(set, top1.values()))) if top1 else []
     if not orders:
         return Ordering("insufficient budget", "there are no two variants that the paper orders")
     if len(seeds) < 2:

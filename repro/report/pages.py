@@ -27,16 +27,10 @@ RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 def write_report(
     papers: Sequence[Paper], results: Results, speed_dtype: str, verbs: Sequence[str], profile: str | None, *, with_html: bool = True
 ) -> str:
-    """Judge the ledgers of all papers and write their pages, claims, figures, report.html and the blocks of README.md.
+    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures and the blocks of README.md.
 
     Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
-    other, and report.html for all of them.
-
-    Args:
-        papers: the primary one first.
-        results: the records of the checkout.
-        speed_dtype, verbs, profile: see `judge_paper`.
-        with_html: also write report.html.
+    other, and, `with_html`, report.html for all of them. For `speed_dtype`, `verbs` and `profile` see `judge_paper`.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
@@ -122,9 +116,8 @@ def _write_page(report: Report, page: list[Section]) -> None:
     write_text(folder / "tables.md", render_markdown(page))
     write_json(folder / "claims.json", claims)
     write_csv(folder / "claims.csv", export_rows(report.all))
-    readme = report.results.paths.root / "README.md"
     for name, block in readme_blocks(report).items():
-        write_readme_block(readme, name, block)
+        write_readme_block(report.results.paths.root / "README.md", name, block)
 
 
 def write_readme_block(readme: Path, name: str, block: str) -> None:

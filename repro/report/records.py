@@ -39,8 +39,9 @@ class Source:
     @property
     def run_file(self) -> str:
         """The file beside the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
-        name = PurePosixPath(self.path)
-        return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
+        return (
+            self.path.replace("metrics.json", "run.json") if self.path.endswith("/metrics.json") else self.path[: -len("json")] + "run.json"
+        )
 
     @property
     def is_trained(self) -> bool:
@@ -57,11 +58,7 @@ class Source:
 
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
-    """The records of the given stages, in that order, then those of results/measured.
-
-    Raises:
-        UserError: a record is damaged. A missing one is no error.
-    """
+    """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`."""
     root = paths.results
     files = []
     for stage in stages:
@@ -75,11 +72,8 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there.
-
-    DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters, on which the report
-    depends.
-    """
+    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there."""
+    # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters, on which the report depends
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
         cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]

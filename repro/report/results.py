@@ -63,9 +63,7 @@ class Results:
             `stages.Stage.scores`. Records of other stages are not read.
 
     `used` collects the paths of the records that numbers were read from; whoever asks for a number empties it before.
-
-    Raises:
-        UserError: a record is damaged. A missing one is no error.
+    A damaged record is a `UserError`; a missing one is no error.
     """
 
     def __init__(self, paths: Paths, papers: Iterable[Paper], scores: Mapping[str, Mapping[str, str]]):

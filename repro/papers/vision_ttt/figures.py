@@ -52,13 +52,7 @@ FIGURES = (
 def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str) -> Path:
     """Three panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs.
 
-    Args:
-        path: the PNG.
-        group: the trained variants.
-        printed: what the paper prints in a row and a column of its tables.
-        ticks: variant -> its label on the axis.
-        axis: the axis's label.
-        note: what the paper's panel shows, in words.
+    `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see `VariantTable.draw`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
     figure, (paper, ours, speed) = new_figure(3)
