@@ -50,10 +50,8 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
     blocks = {"results": render_blocks(answer_blocks(report, readme=True))}
-    contest = report.paper.contest
-    if contest and (speeds := find_speeds(contest, report.results)):
-        shown = (Picture(f"figures/{contest.picture}", contest.title),)
-        blocks["picture"] = render_blocks((shown, _caption(contest, speeds)), "results/")
+    if shown := _contest_picture(report):
+        blocks["picture"] = render_blocks(shown, "results/")
     return blocks
 
 
@@ -212,17 +210,22 @@ def _open_entries(report: Report) -> Line:
 
 def _lead_picture(name: str, report: Report) -> tuple[Line, Line]:
     contest, results = report.paper.contest, report.results
-    if contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, results)):
-        return (Picture(name, contest.title),), _caption(contest, speeds)
+    if contest and name == f"figures/{contest.picture}" and (blocks := _contest_picture(report)):
+        return blocks
     figure = next((each for each in report.paper.figures if each.files and name in find_pictures(results, each.files)), None)
     shown, origin = picture_blocks(name, f"{figure.place}, ours" if figure else Path(name).stem, report)
     about = f"Ours of {figure.place}, where the paper shows {figure.shows}. " if figure else ""
     return shown, (about, *origin)
 
 
-def _caption(contest: Contest, speeds: Speeds) -> Line:
+def _contest_picture(report: Report) -> tuple[Line, Line] | None:
+    """The picture of the contest and its caption; None where its rows were not measured."""
+    contest = report.paper.contest
+    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
+        return None
     text = f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} ("
-    return text, code(speeds.source.path), ")." if speeds.source.stage else ", run by hand)."
+    caption = text, code(speeds.source.path), ")." if speeds.source.stage else ", run by hand)."
+    return (Picture(f"figures/{contest.picture}", contest.title),), caption
 
 
 def _format_row(row: Mapping[str, Any] | None) -> str:

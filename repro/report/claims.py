@@ -151,17 +151,11 @@ class _Judge:
         has_baseline = any("unfused" in call.args for call in entry.ours.calls)
         for group in self.other_groups:
             values = self._decide(parts, group, "unfused")
-            if not values:
-                continue
             fused = self._decide(parts, group, "fused") if has_baseline else []
-            yield Elsewhere(
-                group=group,
-                value=_join(values),
-                fused=_join(fused) if len(fused) == len(values) else None,
-                baseline=self.paper.baseline,
-                unit=entry.unit,
-                parts=(len(values), len(parts)),
-            )
+            if values:
+                joined = _join(fused) if len(fused) == len(values) else None
+                counts = (len(values), len(parts))
+                yield Elsewhere(group, _join(values), joined, self.paper.baseline, entry.unit, counts)
 
     def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[Number | bool]:
         """The values of those parts for which everything was measured."""

@@ -68,7 +68,7 @@ def cost_claims(report: Report) -> Section:
         for verdict in (verdict for verdict in report.of_claim(claim) if is_of_cost(verdict.entry)):
             printed = verdict.entry.printed or ""
             key = _key(claim, verdict)
-            about = [claim.place, claim.says, key + printed if key or not printed else number(printed)]
+            about = [claim.place, claim.says, number(printed) if printed and not key else key + printed]
             if verdict.ours is not None:
                 rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
             for each in verdict.elsewhere:

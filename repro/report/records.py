@@ -39,9 +39,8 @@ class Source:
     @property
     def run_file(self) -> str:
         """The file beside the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
-        return (
-            self.path.replace("metrics.json", "run.json") if self.path.endswith("/metrics.json") else self.path[: -len("json")] + "run.json"
-        )
+        name = PurePosixPath(self.path)
+        return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
 
     @property
     def is_trained(self) -> bool:
@@ -73,7 +72,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
     """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there."""
-    # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters, on which the report depends
+    # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
         cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]

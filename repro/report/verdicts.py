@@ -21,23 +21,21 @@ class Status(Mark):
 
 
 MATCHED = Status(
-    text="✓",
-    word="matched",
+    "✓",
+    "matched",
     means="ours, rounded to the paper's printed digits, is the paper's number; ✓ᵗ where it takes truncation instead",
     counted="{} match",
 )
-DIFFERS = Status(
-    text="≠", word="differs", means="ours is another number; the difference ours − paper is in parentheses", counted="{} differ"
-)
+DIFFERS = Status("≠", "differs", means="ours is another number; the difference ours − paper is in parentheses", counted="{} differ")
 NOT_MEASURED = Status(
-    text="–",
-    word="not measured",
+    "–",
+    "not measured",
     means="we have no number under the paper's conditions; the reasons and the commands are listed below",
     counted="{} are not measured",
 )
 INCONSISTENT = Status(
-    text="⚠",
-    word="paper inconsistent",
+    "⚠",
+    "paper inconsistent",
     means="the paper contradicts itself, or a count of the model that it names; the evidence is listed below",
     counted="in {} the paper contradicts itself",
 )
@@ -53,7 +51,7 @@ KINDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Elsewhere:
     """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's."""
 
