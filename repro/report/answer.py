@@ -1,6 +1,7 @@
 """What a page opens with, and what README shows of it: our verdicts in numbers, what was measured and on what, two or three pictures."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,34 +9,28 @@ from typing import Any
 from ..core.errors import UserError
 from ..core.figures import against_resolution
 from ..core.record import read_json, write_json
-from .claims import Report, Verdict
-from .document import Block, Line, Link, Paragraph, Picture, Piece, Table, Text, code, paragraph, strong, table
+from .claims import Report
+from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .measured import format_scores
 from .paper import Contest, Question
 from .records import Source
 from .results import Results, SpeedGroup
-from .statuses import KINDS, MATCHED, NOT_MEASURED, count_statuses, describe_counts
 from .variants import find_shown
-from .wording import format_ours, significant
+from .verdicts import KINDS, MATCHED, NOT_MEASURED, Verdict, describe_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
-Fact = tuple[str, Piece, Piece | Line]  # what, ours, and its device, profile and scope
+Fact = tuple[Piece, Piece, Piece | Line]  # what, ours, and its device, profile and scope
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rows of one record in which the model and the baseline of a contest meet.
-
-    Args:
-        group, source: their device and conditions, and the record.
-        rows: (registered name, attention, image size) -> row.
-    """
+    """The rows of one record in which the model and the baseline of a contest meet."""
 
     group: SpeedGroup
     source: Source
-    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]
+    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
     @property
     def scope(self) -> str:
@@ -48,23 +43,15 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
     paper, about = report.paper, report.paper.ledger.paper
     pictures = [name for pattern in paper.pictures for name in find_pictures(report.results, pattern)[:1]]
     shown = [block for name in pictures for block in _lead_picture(name, report)]
-    claim = paragraph(Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip())
-    return (claim, *answer_blocks(report), *shown, _open_entries(report))
+    claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
+    return claim, *answer_blocks(report), *shown, _open_entries(report)
 
 
 def readme_blocks(report: Report) -> dict[str, str]:
     """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
-    counts, facts = answer_blocks(report, measured_only=True)  # README says in words what is not measured
-    pipeline = report.results.paths.results / PIPELINE_FILE
-    if pipeline.is_file():
-        noted = read_json(pipeline)
-        row = (code("make reproduce"), f"{noted['seconds'] / 60:.0f} min", noted["origin"])
-        facts = dataclasses.replace(facts, rows=(*table(facts.header, [row]).rows, *facts.rows))
-    blocks = {"results": render_blocks((counts, facts))}
-    contest = report.paper.contest
-    if contest and (speeds := find_speeds(contest, report.results)):
-        shown = paragraph(Picture(f"figures/{contest.picture}", contest.title))
-        blocks["picture"] = render_blocks((shown, _caption(contest, speeds)), "results/")
+    blocks = {"results": render_blocks(answer_blocks(report, readme=True))}
+    if shown := _contest_picture(report):
+        blocks["picture"] = render_blocks(shown, "results/")
     return blocks
 
 
@@ -74,16 +61,17 @@ def note_pipeline(report: Report) -> None:
     The seconds of each stage lie beside its record, where Git does not keep them. Where one is missing or damaged, as on a fresh clone,
     the file stays as it is.
     """
-    results = report.results
-    files = [results.paths.root / source.run_file for source in results.own_sources]
+    # that of the machine itself is no record of results
+    own = [source for source in report.results.sources if source.stage is not None and "code_hash" in source.identity]
+    files = [report.results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
     try:
         seconds = sum(read_json(file)["seconds"] for file in files)
     except UserError:
         return
-    trained = [source for source in results.own_sources if source.is_trained]
-    write_json(results.paths.results / PIPELINE_FILE, {"seconds": round(seconds), "origin": describe_origin(trained, report.named)})
+    origin = describe_origin([source for source in own if source.is_trained], report.named)
+    write_json(report.results.paths.results / PIPELINE_FILE, {"seconds": round(seconds), "origin": origin})
 
 
 def draw_contest(report: Report, folder: Path) -> None:
@@ -97,21 +85,32 @@ def draw_contest(report: Report, folder: Path) -> None:
     against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
 
 
-def answer_blocks(report: Report, *, measured_only: bool = False) -> tuple[Paragraph, Table]:
+def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Line, Table]:
     """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope.
 
-    With `measured_only`, facts without a number of ours are left out.
+    That of `readme` begins with the time of the pipeline, and has no facts without a number of ours: README says in words what is not
+    measured.
     """
-    paper = report.paper
+    paper, results = report.paper, report.results
     counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
-    facts = [fact for question in paper.questions if (fact := _answer(question, report, measured_only))]
+    facts: list[Fact] = []
+    if readme and (pipeline := results.paths.results / PIPELINE_FILE).is_file():
+        noted = read_json(pipeline)
+        facts.append((code("make reproduce"), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
+    for question in paper.questions:
+        own = [report.verdicts[name] for name in question.find(paper.ledger)]
+        if not readme or any(verdict.ours is not None for verdict in own):
+            facts.append(_answer(question, own, report))
     if paper.primary:
-        facts += _embedded_scores(report, 1 if measured_only else None)
+        facts += _embedded_scores(report, 1 if readme else None)
     if paper.contest:
-        facts += _contest_facts(paper.contest, report.results)
-    gpu = _gpu_fact(report.results)
-    facts += [gpu] if isinstance(gpu[1], str) or not measured_only else []
-    return paragraph(counts), table(["", "ours", "device, profile, scope"], facts)
+        facts += _contest_facts(paper.contest, results)
+    gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
+    if gpus:
+        facts.append(("anything on a GPU", ", ".join(gpus), "devices of the records"))
+    elif not readme:
+        facts.append(("anything on a GPU", strong("not measured"), "no record is of a GPU"))
+    return (counts,), table(["", "ours", "device, profile, scope"], facts)
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -137,30 +136,22 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
     return max(both, key=rank, default=None)
 
 
-def _answer(question: Question, report: Report, measured_only: bool) -> Fact | None:
-    own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
-    if measured_only and all(verdict.ours is None for verdict in own):
-        return None
+def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
+    """How many of a question's verdicts match, after the numbers that it shows."""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
     origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
-    numbers = _numbers(question, [report.verdicts[name] for name in question.shown])
-    return question.label, numbers + _count_matches(own), origin
-
-
-def _numbers(question: Question, shown: list[Verdict]) -> str:
-    if not shown or any(verdict.ours is None for verdict in shown):
-        return ""
-    ours, theirs = (" / ".join(numbers) for numbers in zip(*((format_ours(v), v.entry.printed or "") for v in shown), strict=False))
-    return f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); "
-
-
-def _count_matches(own: list[Verdict]) -> str:
-    if not any(verdict.ours is not None for verdict in own):
-        return f"none of {len(own)} is measured"
-    truncated = sum(verdict.status == MATCHED.word and verdict.how == "truncation" for verdict in own)
-    matched = sum(verdict.status == MATCHED.word for verdict in own)
-    return f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    if all(verdict.ours is None for verdict in own):
+        return question.label, f"none of {len(own)} is measured", origin
+    matched = [verdict.how for verdict in own if verdict.status == MATCHED.word]
+    truncated = matched.count("truncation")
+    text = f"{len(matched)} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    shown = [report.verdicts[name] for name in question.shown]
+    if shown and all(verdict.ours is not None for verdict in shown):
+        ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
+        theirs = " / ".join(verdict.entry.printed or "" for verdict in shown)
+        text = f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); {text}"
+    return question.label, text, origin
 
 
 def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
@@ -176,14 +167,15 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         first = sources[0].metrics
         labels = dict(list(results.scores[sources[0].stage or ""].items())[:most_scores])
         if len(sources) == 1:
-            ours = f"{_short(first['model'])}: {format_scores(first, labels, 1)}"
+            ours = f"{first['model'].partition('_patch')[0]}: {format_scores(first, labels, 1)}"
         else:
-            ranked = sorted(sources, key=lambda source: -source.metrics[key])
-            ours = ", ".join(f"{_short(s.metrics['model'])} {format_scores(s.metrics, {key: ''}, 1)}" for s in ranked)
+            ranked = sorted((source.metrics for source in sources), key=lambda m: -m[key])
+            ours = ", ".join(f"{m['model'].partition('_patch')[0]} {format_scores(m, {key: ''}, 1)}" for m in ranked)
         if reference := first.get("without_learning"):
             ours += f"; without learning: {format_scores(reference, labels, 1)}"
         lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
-        seeds = " or ".join(dict.fromkeys(_count_seeds(source) for source in sources))
+        counts = dict.fromkeys(len(source.metrics.get("by_seed", ())) for source in sources)
+        seeds = " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
         scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}"
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
@@ -193,14 +185,14 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     speeds = find_speeds(contest, results)
     if speeds is None:
-        return [(contest.title, "not measured", ("no record has rows of both: ", code("repro efficiency")))]
+        return [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
     how = "a stage of the pipeline" if speeds.source.stage else "run by hand"
     facts = []
     for size in contest.sizes:
         ours = speeds.rows.get((contest.ours[0], None, size))
-        against = {attention: speeds.rows.get((contest.theirs[0], attention, size)) for attention in ("fused", "unfused")}
         shown = [f"{contest.ours[1]}: {_format_row(ours)}"]
-        for attention, row in against.items():
+        for attention in ("fused", "unfused"):
+            row = speeds.rows.get((contest.theirs[0], attention, size))
             ratio = ""
             if ours and row and ours["latency_ms"] and row["latency_ms"]:
                 ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
@@ -209,37 +201,31 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     return facts
 
 
-def _gpu_fact(results: Results) -> Fact:
-    devices = list(dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda")))
-    if not devices:
-        return "anything on a GPU", strong("not measured"), "no record is of a GPU"
-    return "anything on a GPU", ", ".join(devices), "devices of the records"
+def _open_entries(report: Report) -> Line:
+    kinds = Counter(verdict.entry.kind for verdict in report.all if verdict.status == NOT_MEASURED.word)
+    named = "; ".join(f"{label}: {kinds[kind]}" for kind, label in KINDS.items() if kinds[kind])
+    text = f": {kinds.total()} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
+    return strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), "."
 
 
-def _open_entries(report: Report) -> Paragraph:
-    counts = {kind: count_statuses(v for v in report.all if v.entry.kind == kind)[NOT_MEASURED.word] for kind in KINDS}
-    named = "; ".join(f"{KINDS[kind]}: {count}" for kind, count in counts.items() if count)
-    text = f": {sum(counts.values())} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
-    return paragraph(strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), ".")
-
-
-def _lead_picture(name: str, report: Report) -> tuple[Paragraph, Paragraph]:
+def _lead_picture(name: str, report: Report) -> tuple[Line, Line]:
     contest, results = report.paper.contest, report.results
-    if contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, results)):
-        return paragraph(Picture(name, contest.title)), _caption(contest, speeds)
+    if contest and name == f"figures/{contest.picture}" and (blocks := _contest_picture(report)):
+        return blocks
     figure = next((each for each in report.paper.figures if each.files and name in find_pictures(results, each.files)), None)
     shown, origin = picture_blocks(name, f"{figure.place}, ours" if figure else Path(name).stem, report)
     about = f"Ours of {figure.place}, where the paper shows {figure.shows}. " if figure else ""
-    return shown, Paragraph((about, *origin.line))
+    return shown, (about, *origin)
 
 
-def _caption(contest: Contest, speeds: Speeds) -> Paragraph:
-    how = "" if speeds.source.stage else ", run by hand"
-    return paragraph(
-        f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} (",
-        code(speeds.source.path),
-        f"{how}).",
-    )
+def _contest_picture(report: Report) -> tuple[Line, Line] | None:
+    """The picture of the contest and its caption; None where its rows were not measured."""
+    contest = report.paper.contest
+    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
+        return None
+    text = f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} ("
+    caption = text, code(speeds.source.path), ")." if speeds.source.stage else ", run by hand)."
+    return (Picture(f"figures/{contest.picture}", contest.title),), caption
 
 
 def _format_row(row: Mapping[str, Any] | None) -> str:
@@ -249,12 +235,3 @@ def _format_row(row: Mapping[str, Any] | None) -> str:
         return row["status"]
     memory = f", {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
     return f"{significant(row['latency_ms'])} ms{memory}"
-
-
-def _short(model: str) -> str:
-    return model.partition("_patch")[0]
-
-
-def _count_seeds(source: Source) -> str:
-    seeds = len(source.metrics.get("by_seed", ()))
-    return "one seed" if seeds == 1 else f"{seeds} seeds"

@@ -2,61 +2,53 @@
 
 from collections.abc import Iterable, Sequence
 
-from .claims import Report, Verdict, is_of_cost
-from .document import Block, Comparison, Line, Link, Paragraph, Piece, Section, code, join, mark, number, paragraph, plain, strong, table
+from .claims import Report, is_of_cost
+from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry, Table
-from .statuses import INCONSISTENT, KINDS, NOT_MEASURED, STATUSES, count_statuses, format_counts
-from .wording import format_ours, ours_piece, status_line
+from .verdicts import INCONSISTENT, KINDS, NOT_MEASURED, STATUSES, Verdict, count_statuses, format_counts, format_ours, status_line
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 
 
 def how_to_read(report: Report) -> Section:
     """What the marks mean and what is compared."""
-    paper, conditions = report.paper, report.paper.ledger.paper
-    legend = table(["mark", "status", "means"], [[mark(status), status.word, status.means] for status in STATUSES.values()])
-    speed = f", speed and memory only when taken on one {conditions.speed_device} at batch {conditions.speed_batch}"
-    blocks = (
-        paragraph(
-            code("repro report"),
-            " writes this page from the records under ",
-            code("results/"),
-            f" and from the paper's ledger; code sets every status. params.yaml holds {report.named}. All entries, with reasons, commands and "
-            "records, are in ",
-            *((code("claims.csv"), " and ", code("claims.json")) if paper.primary else (code(f"{paper.id}.claims.json"),)),
-            ".",
-        ),
-        legend,
-        paragraph(
-            "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
-            f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."
-        ),
+    conditions = report.paper.ledger.paper
+    files = "`claims.csv` and `claims.json`" if report.paper.primary else f"`{report.paper.id}.claims.json`"
+    sources = (
+        f"`repro report` writes this page from the records under `results/` and from the paper's ledger; code sets every status. params.yaml "
+        f"holds {report.named}. All entries, with reasons, commands and records, are in {files}."
     )
-    return Section("How to read this page", blocks)
+    speed = f", speed and memory only when taken on one {conditions.speed_device} at batch {conditions.speed_batch}"
+    units = (
+        "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
+        f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."
+    )
+    legend = table(["mark", "status", "means"], [[status, word, status.means] for word, status in STATUSES.items()])
+    return Section("How to read this page", [prose(sources), legend, (units,)])
 
 
 def summary(report: Report) -> Section:
     """How many entries of each kind have each status, and how many of the paper's relations hold."""
-    rows: list[list[Piece]] = []
+    rows = []
     for kind, label in KINDS.items():
-        of_kind = [verdict for verdict in report.all if verdict.entry.kind == kind]
-        counts = count_statuses(of_kind)
-        rows.append([label, *(number(counts[word]) for word in STATUSES), number(len(of_kind))])
+        counts = count_statuses(verdict for verdict in report.all if verdict.entry.kind == kind)
+        rows.append([label, *(number(counts[word]) for word in STATUSES), number(counts.total())])
     counts = count_statuses(report.all)
-    rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(len(report.all))])
-    checks, violations = (sum(getattr(verdict, name) for verdict in report.all) for name in ("checks", "violations"))
+    rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(counts.total())])
+    checks = sum(verdict.checks for verdict in report.all)
+    violations = sum(verdict.violations for verdict in report.all)
     text = (
         f"{checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text, the "
         f"same model in two tables, formulas, counts of named models): {checks - violations} hold, {violations} do not."
     )
-    return Section("Summary", (table(["entries of the ledger", *STATUSES, "all"], rows), paragraph(text)))
+    return Section("Summary", [table(["entries of the ledger", *STATUSES, "all"], rows), (text,)])
 
 
 def headlines(report: Report) -> Section:
     """The claims that the paper leads with."""
-    paper = report.paper
-    chosen = [claim for claim in paper.ledger.claims if any(entry.id.startswith(paper.headlines) for entry in claim.entries)]
-    return Section("Headline claims", (_claim_table(chosen, report, with_reasons=True),))
+    claims = report.paper.ledger.claims
+    chosen = [claim for claim in claims if any(entry.id.startswith(report.paper.headlines) for entry in claim.entries)]
+    return Section("Headline claims", [_claim_table(chosen, report, with_reasons=True)])
 
 
 def table_section(about: Table, report: Report) -> Section:
@@ -66,7 +58,7 @@ def table_section(about: Table, report: Report) -> Section:
     rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
     counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
     note = f" {about.note}" if about.note else ""
-    return Section(f"{about.place}: {about.title}", (paragraph(f"Each cell: paper → ours. {counts}.{note}"), table(header, rows)))
+    return Section(f"{about.place}: {about.title}", [(f"Each cell: paper → ours. {counts}.{note}",), table(header, rows)])
 
 
 def cost_claims(report: Report) -> Section:
@@ -74,12 +66,14 @@ def cost_claims(report: Report) -> Section:
     rows: list[list[Piece | Line]] = []
     for claim in report.paper.ledger.claims:
         for verdict in (verdict for verdict in report.of_claim(claim) if is_of_cost(verdict.entry)):
-            printed = _key(claim, verdict) + (verdict.entry.printed or "")
-            about = [claim.place, claim.says, number(printed) if printed == verdict.entry.printed else printed]
+            printed = verdict.entry.printed or ""
+            key = _key(claim, verdict)
+            about = [claim.place, claim.says, number(printed) if printed and not key else key + printed]
             if verdict.ours is not None:
                 rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
             for each in verdict.elsewhere:
-                rows.append([*about, str(each.group), *(_quantity(each.format(value)) for value in (each.value, each.fused))])
+                values = [each.format(value) for value in (each.value, each.fused)]
+                rows.append([*about, str(each.group), *(number(text) if text.endswith(("×", "%")) else text for text in values)])
             if verdict.ours is None and not verdict.elsewhere:
                 rows.append([*about, "–", verdict.reason or "–", "–"])
     name = report.paper.baseline
@@ -88,12 +82,12 @@ def cost_claims(report: Report) -> Section:
         f"The paper's {name} has unfused attention; today's users run the fused one, so both are shown. A speed on another device than "
         "the paper's says what holds on that device."
     )
-    return Section("The paper's efficiency claims, here", (paragraph(text), table(header, rows)))
+    return Section("The paper's efficiency claims, here", [(text,), table(header, rows)])
 
 
 def all_claims(report: Report) -> Section:
     """Every claim of the text."""
-    return Section("The text's claims", (_claim_table(report.paper.ledger.claims, report),))
+    return Section("The text's claims", [_claim_table(report.paper.ledger.claims, report)])
 
 
 def contradictions(report: Report) -> Section:
@@ -111,7 +105,7 @@ def contradictions(report: Report) -> Section:
         "Numbers are recomputed by code from the paper's own, or counted on the published model that a row names; formulas were compared "
         "by reading."
     )
-    return Section(CONTRADICTIONS, (paragraph(text), table(["where", "it prints", "but"], rows)))
+    return Section(CONTRADICTIONS, [(text,), table(["where", "it prints", "but"], rows)])
 
 
 def not_measured(report: Report) -> Section:
@@ -122,7 +116,7 @@ def not_measured(report: Report) -> Section:
             groups.setdefault(verdict.reason, []).append(verdict.command)
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     rows = [[number(len(commands)), reason, _first_command(commands)] for reason, commands in ranked]
-    return Section("Not measured, and why", (table(["entries", "reason", "what would measure it"], rows),))
+    return Section("Not measured, and why", [table(["entries", "reason", "what would measure it"], rows)])
 
 
 def where_checked(report: Report) -> Section:
@@ -135,17 +129,17 @@ def where_checked(report: Report) -> Section:
             rows.append([f"{about.place}, {column.label}", says, *_checked(own, report)])
     for claim in report.paper.ledger.claims:
         rows.append([claim.place, claim.says, *_checked(report.of_claim(claim), report)])
-    text = (code("repro report"), " judges every entry; the command is what makes, or would make, the number that it judges by.")
+    text = "`repro report` judges every entry; the command is what makes, or would make, the number that it judges by."
     header = ["where", "the paper says", "entries", "command", "record"]
-    return Section("Where each claim is checked", (Paragraph(text), table(header, rows)))
+    return Section("Where each claim is checked", [prose(text), table(header, rows)])
 
 
 def _compare(verdict: Verdict) -> Piece | Line:
     printed = verdict.entry.printed or ""
     if verdict.ours is not None:
         return Comparison(printed, format_ours(verdict), status_line(verdict))
-    alone = mark(STATUSES[verdict.status])
-    return (f"{printed} ", alone) if verdict.status == INCONSISTENT.word else Comparison(printed, alone)
+    status = STATUSES[verdict.status]
+    return (f"{printed} ", status) if status is INCONSISTENT else Comparison(printed, status)
 
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
@@ -158,23 +152,19 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
             notes += [(verdict.reason,) for verdict in own if verdict.status == NOT_MEASURED.word and verdict.reason]
             if any(verdict.status == INCONSISTENT.word for verdict in own):
                 notes.append((Link("⚠ why", CONTRADICTIONS),))
-        ours, statuses = (_merge(lines) for lines in ([(ours_piece(v),) for v in own], [status_line(v) for v in own]))
+        ours, statuses = _merge([(format_ours(verdict),) for verdict in own]), _merge([status_line(verdict) for verdict in own])
         rows.append([claim.place, claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")])
     return table(["where", "the paper says", "ours", "status", "note"], rows)
 
 
 def _merge(lines: Sequence[Line]) -> Line:
     """One line where all are the same, else all of them in order."""
-    return lines[0] if len({plain(line) for line in lines}) == 1 else join(lines, " / ")
+    return lines[0] if len({plain(*line) for line in lines}) == 1 else join(lines, " / ")
 
 
 def _key(claim: Claim, verdict: Verdict) -> str:
     """What tells the number of a claim from its other numbers, e.g. `T `."""
     return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
-
-
-def _quantity(text: str) -> Piece:
-    return number(text) if text.endswith(("×", "%")) else text
 
 
 def _prints(entry: Entry) -> Line:
@@ -185,15 +175,15 @@ def _prints(entry: Entry) -> Line:
 
 
 def _checked(own: Sequence[Verdict], report: Report) -> list[Line]:
-    commands = [command for verdict in own for command in _commands(verdict, report)]
+    """The counts of verdicts, and the commands and records behind them."""
+    commands = []
+    for verdict in own:
+        if verdict.ours is None:
+            commands.append(verdict.command)
+        else:
+            commands += [report.results.command_for(source) for source in verdict.sources] or ["repro report"]
     records = dict.fromkeys(source for verdict in own for source in verdict.sources)
     return [(format_counts(own),), _first_command(commands), join([(code(record),) for record in records], ", ") or ("–",)]
-
-
-def _commands(verdict: Verdict, report: Report) -> list[str]:
-    if verdict.ours is None:
-        return [verdict.command]
-    return [report.results.command_for(source) for source in verdict.sources] or ["repro report"]
 
 
 def _first_command(commands: Iterable[str]) -> Line:

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from .statuses import Status
-
 
 @dataclasses.dataclass(frozen=True)
 class Text:
@@ -37,11 +35,11 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The mark of a status, with a word of its own where it says more than the status."""
+    """The mark of a status, which is named by a word; the title is what it says where that is more than the word."""
 
-    status: Status
     text: str
     word: str
+    title: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        return " ".join(filter(None, (self.paper, "→", plain((self.ours,)), plain(self.result))))
+        return " ".join(filter(None, (self.paper, "→", plain(self.ours), plain(*self.result))))
 
 
 Piece = str | Text | Link | Picture | Mark | Comparison
@@ -62,13 +60,8 @@ Line = tuple[Piece, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Paragraph:
-    line: Line
-
-
-@dataclasses.dataclass(frozen=True)
 class Bullets:
-    lines: tuple[Line, ...]
+    lines: Sequence[Line]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,30 +86,26 @@ class Table:
     def right_aligned(self) -> list[bool]:
         """For each column, whether most of its filled cells are numbers."""
         columns = list(zip(*self.rows)) or [()] * len(self.header)
-        filled = [[line for line in column if plain(line) not in ("", "–")] for column in columns]
+        filled = [[line for line in column if plain(*line) not in ("", "–")] for column in columns]
         return [2 * sum(len(line) == 1 and getattr(line[0], "style", "") == "number" for line in lines) > len(lines) for lines in filled]
 
 
-Block = Paragraph | Bullets | Heading | Table
+Block = Line | Bullets | Heading | Table  # a line alone is a paragraph
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
     title: str
-    blocks: tuple[Block, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """A page: its title, what stands before the first section, and the sections."""
-
-    title: str
-    lead: tuple[Block, ...]
-    sections: tuple[Section, ...]
+    blocks: Sequence[Block]
 
 
 def code(text: str) -> Text:
     return Text(text, "code")
+
+
+def prose(text: str) -> Line:
+    """A line of our own words, in which `...` is code. It is no place for what a record holds."""
+    return tuple(code(part) if place % 2 else part for place, part in enumerate(text.split("`")))
 
 
 def number(text: object) -> Text:
@@ -127,29 +116,17 @@ def strong(text: object) -> Text:
     return Text(str(text), "strong")
 
 
-def mark(status: Status, symbol: str | None = None, word: str | None = None) -> Mark:
-    return Mark(status, symbol or status.mark, word or status.word)
-
-
-def paragraph(*pieces: Piece) -> Paragraph:
-    """A paragraph of these pieces."""
-    return Paragraph(pieces)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Piece | Line]]) -> Table:
+def table(header: Iterable[str], rows: Iterable[Iterable[Piece | Line]]) -> Table:
     """A table; a cell is one piece, or several of them in a tuple."""
     return Table(tuple(header), tuple(tuple(cell if isinstance(cell, tuple) else (cell,) for cell in row) for row in rows))
 
 
 def join(lines: Iterable[Line], between: str) -> Line:
     """The lines as one, with `between` in between."""
-    joined: list[Piece] = []
-    for line in lines:
-        joined += [between, *line] if joined else line
-    return tuple(joined)
+    return tuple(piece for line in lines for piece in (between, *line))[1:]
 
 
-def plain(line: Line) -> str:
+def plain(*line: Piece) -> str:
     """The text of a line without what it looks like."""
     return "".join(piece if isinstance(piece, str) else piece.text for piece in line)
 

@@ -1,11 +1,10 @@
 """Expressions of a ledger, parsed once: `table1.a.fps / fps("model", 224) > 2 and ...`."""
 
 import ast
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from .arithmetic import FUNCTIONS, Number, divide
 
@@ -21,11 +20,10 @@ _OPERATORS: dict[type, Callable] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-Evaluation = Callable[[Callable[[str], Number], Mapping[str, Callable]], Any]  # (value of an id, functions) -> value
+Functions = Mapping[str, Callable]  # `entry` looks up an id
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call in an expression; an argument that is no constant is None here."""
 
     name: str
@@ -36,12 +34,7 @@ class Expression:
     """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
 
     An id is written as it is, `table1.vittt_t.top1_percent`, or as `entry("text.5_3.speedup_1280_t")` where a part begins with a digit.
-
-    Args:
-        tree: its syntax tree; `parse` makes one from text.
-
-    Raises:
-        ValueError: the tree has a part of another kind; a mistake in the ledger.
+    A part of another kind is a `ValueError`, a mistake in the ledger.
     """
 
     def __init__(self, tree: ast.expr):
@@ -80,25 +73,23 @@ class Expression:
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
         """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
 
-        Args:
-            value: looks up an id.
-            functions: what may be called beside `arithmetic.FUNCTIONS`.
-
-        Raises:
-            ValueError: it calls an unknown function.
+        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`. Another function is a `ValueError`.
         """
-        return self._evaluation(value, {**FUNCTIONS, **functions})
+        functions = {**FUNCTIONS, **functions, "entry": value}
+        if unknown := [call.name for call in self.calls if call.name not in functions]:
+            raise ValueError(f"not understood in an expression of the ledger: no function {unknown[0]}")
+        return self._evaluation(functions)
 
 
 def _id_of(node: ast.AST) -> str | None:
     """`a.b.c` for a chain of attributes and for `entry("a.b.c")`, None for any other node."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "entry":
-        return node.args[0].value
-    names = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(names)]) if names and isinstance(node, ast.Name) else None
+    match node:
+        case ast.Call(func=ast.Name(id="entry"), args=[ast.Constant(value=name)]):
+            return name
+        case ast.Attribute():
+            name = ast.unparse(node)
+            return name if all(map(str.isidentifier, name.split("."))) else None
+    return None
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -109,31 +100,23 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
             yield from _walk(child)
 
 
-def _compile(node: ast.expr) -> Evaluation:
+def _compile(node: ast.expr) -> Callable[[Functions], Any]:
     """A function that evaluates the node; what the ledger does not need is refused here."""
     if name := _id_of(node):
-        return lambda value, functions: value(name)
+        return lambda functions: functions["entry"](name)
     match node:
         case ast.Constant(value=int() | float() | str() as constant):
-            return lambda value, functions: constant
+            return lambda functions: constant
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _compile(operand)
-            return lambda *given: -inner(*given)
+            return lambda functions: -inner(functions)
         case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             a, b = _compile(left), _compile(right)
-            return lambda *given: _OPERATORS[type(op)](a(*given), b(*given))
+            return lambda functions: _OPERATORS[type(op)](a(functions), b(functions))
         case ast.BoolOp(op=ast.And(), values=parts):
             compiled = [_compile(part) for part in parts]
-            return lambda *given: all([part(*given) for part in compiled])  # noqa: C419 (a false part must not hide one without data)
+            return lambda functions: all([part(functions) for part in compiled])  # noqa: C419 (a false part must not hide one without data)
         case ast.Call(func=ast.Name(id=called), args=args, keywords=[]):
-            return _compile_call(called, [_compile(arg) for arg in args])
+            compiled = [_compile(arg) for arg in args]
+            return lambda functions: functions[called](*(arg(functions) for arg in compiled))
     raise ValueError(f"not understood in an expression of the ledger: {ast.unparse(node)}")
-
-
-def _compile_call(name: str, args: list[Evaluation]) -> Evaluation:
-    def call(value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
-        if name not in functions:
-            raise ValueError(f"not understood in an expression of the ledger: no function {name}")
-        return functions[name](*(arg(value, functions) for arg in args))
-
-    return call

@@ -3,27 +3,24 @@
 from pathlib import Path
 
 from .claims import Report
-from .document import Block, Heading, Paragraph, Picture, Section, code, paragraph, table
+from .document import Block, Heading, Line, Picture, Section, code, prose, table
 from .paper import Figure
 from .records import Source
 from .results import Results
-from .statuses import format_counts
 from .variants import find_drawn
+from .verdicts import format_counts
 
 
 def figures_section(report: Report) -> Section:
     """The paper's figures and ours, and what the ledger says of each."""
     text = "The paper's figures in its order, and ours, with the device and the record from which each picture is drawn."
-    blocks: list[Block] = [paragraph(text)]
-    for figure in report.paper.figures:
-        blocks += _figure(figure, report)
-    return Section("Figures", tuple(blocks))
+    return Section("Figures", [(text,), *(block for figure in report.paper.figures for block in _figure(figure, report))])
 
 
 def examples_section(report: Report) -> Section:
     """What trained models see in held-out images, one row of pictures for each run."""
     results = report.results
-    blocks: list[Block] = [paragraph("Held-out images with what trained models see in them. The paper prints none.")]
+    blocks: list[Block] = [("Held-out images with what trained models see in them. The paper prints none.",)]
     runs: dict[str, list[str]] = {}
     for stage in results.scores:
         for pattern in (f"{stage}/*/examples/*.png", f"measured/*/{stage}/*/examples/*.png"):
@@ -31,20 +28,17 @@ def examples_section(report: Report) -> Section:
                 runs.setdefault(name.rpartition("/examples/")[0], []).append(name)
     for run, names in runs.items():
         pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
-        blocks += [
-            paragraph(code(run), f": {describe_origin(find_beside(names[0], results), report.named)}"),
-            table([""] * len(pictures), [pictures]),
-        ]
+        blocks += [_origin_line(run, find_beside(names[0], results), report), table([""] * len(pictures), [pictures])]
     if not runs:
-        blocks.append(paragraph("There are none yet: ", code("repro detect"), ", ", code("repro segment"), "."))
-    return Section("Example pictures", tuple(blocks))
+        blocks.append(prose("There are none yet: `repro detect`, `repro segment`."))
+    return Section("Example pictures", blocks)
 
 
-def picture_blocks(name: str, alt: str, report: Report) -> tuple[Paragraph, Paragraph]:
+def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
     is_ours = name.startswith("figures/")  # drawn by the report itself
     sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)
-    return paragraph(Picture(name, alt)), paragraph(code(name), f": {describe_origin(sources, report.named)}")
+    return (Picture(name, alt),), _origin_line(name, sources, report)
 
 
 def find_pictures(results: Results, pattern: str) -> list[str]:
@@ -67,26 +61,24 @@ def describe_origin(sources: list[Source], named: str) -> str:
     return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {how}"
 
 
+def _origin_line(name: str, sources: list[Source], report: Report) -> Line:
+    return code(name), f": {describe_origin(sources, report.named)}"
+
+
 def _figure(figure: Figure, report: Report) -> list[Block]:
-    results = report.results
-    files = find_pictures(results, figure.files) if figure.files else []
-    shared = next(
-        (other for other in report.paper.figures if other.place == figure.shared_with and find_pictures(results, other.files)), None
-    )
+    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures if each.files}
+    files = drawn.get(figure.place, [])
     if figure.files is None:
-        state = ("It is a diagram of the method, which has nothing to measure.",)
+        state = "It is a diagram of the method, which has nothing to measure."
     elif files:
-        state = (f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}.",)
-    elif shared:
-        state = (f"The pictures of {shared.place} show it too.",)
+        state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
+    elif drawn.get(figure.shared_with):
+        state = f"The pictures of {figure.shared_with} show it too."
     else:
-        state = ("Not drawn yet: ", code(figure.command), ".")
+        state = f"Not drawn yet: `{figure.command}`."
     entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
-    blocks: list[Block] = [
-        Heading(figure.place),
-        paragraph(f"The paper shows: {figure.shows}."),
-        paragraph(*state, f" The ledger's entries on it: {entries or 'none'}."),
-    ]
+    about = prose(f"{state} The ledger's entries on it: {entries or 'none'}.")
+    blocks: list[Block] = [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
     for name in files:
         blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)
     return blocks

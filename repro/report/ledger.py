@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from ..core.config import build
 from ..core.errors import UserError, did_you_mean
 from .expressions import Expression
 
+_BECAUSE = "the paper's other numbers give {computed}"
 Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
 _PLACE = re.compile(
     r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
@@ -37,7 +39,7 @@ class Relation:
     equals_count: str | None = None
     within_percent: str | None = None
     requires: str | None = None
-    because: str = "the paper's other numbers give {computed}"
+    because: str = _BECAUSE
 
     @cached_property
     def expression(self) -> Expression:
@@ -46,33 +48,17 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One number or one statement of the paper.
+    """One number or one statement of the paper."""
 
-    Args:
-        id: stable, e.g. `table1.vittt_t.macs_g`.
-        place: where it stands, e.g. `Table 1, row Vittt-T, column Acc.`.
-        says: the statement; for a number of a table, the table's title.
-        kind: the sort of evidence that decides it.
-        unit: the number's unit; empty for statements and pure numbers.
-        printed: the number as printed; None for statements.
-        relations: see `Relation`.
-        holds: the statement as an expression.
-        contradiction: evidence that only reading shows.
-        because: the evidence behind `holds`.
-        ours: our counterpart; None where there is none, and `reason` and `command` then say why and what would show it.
-    """
-
-    id: str
-    place: str
-    says: str
-    kind: Kind
-    unit: str = ""
-    printed: str | None = None
-    relations: tuple[Relation, ...] = ()
-    holds: Expression | None = None
-    contradiction: str | None = None
-    because: str | None = None
-    ours: Expression | None = None
+    id: str  # stable, e.g. `table1.vittt_t.macs_g`
+    place: str  # where it stands, e.g. `Table 1, row Vittt-T, column Acc.`
+    says: str  # the statement; for a number of a table, the table's title
+    kind: Kind  # the sort of evidence that decides it
+    unit: str = ""  # the number's unit; empty for statements and pure numbers
+    printed: str | None = None  # the number as printed; None for statements
+    relations: tuple[Relation, ...] = ()  # a statement requires itself
+    contradiction: str | None = None  # evidence that only reading shows
+    ours: Expression | None = None  # our counterpart; where there is none, `reason` and `command` say why and what would show it
     reason: str | None = None
     command: str | None = None
 
@@ -127,12 +113,9 @@ class Table:
         sizes = {row_id: row.get("size", "224") for row_id, row in self.records.items()}
         return {row_id: row["label"] + (f" ({sizes[row_id]}²)" if sizes[row_id] != "224" else "") for row_id, row in self.records.items()}
 
-    def entries(self, relations: dict[str, list[Relation]]) -> list[Entry]:
-        """The entries of its numbers, row by row, each with its relations."""
-        return [self._entry(row, name, column, relations) for row in self.records.values() for name, column in self.columns.items()]
-
-    def _entry(self, row: dict[str, str], name: str, column: Column, relations: dict[str, list[Relation]]) -> Entry:
-        entry_id = f"{self.id}.{row['id']}.{name}"
+    def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
+        """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
+        entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
         is_built = bool(row["model"])
         family = row["label"].rpartition("-")[0] or row["label"]
         return Entry(
@@ -142,7 +125,7 @@ class Table:
             kind=column.kind,
             unit=column.unit,
             printed=row[name],
-            relations=tuple(relations.get(entry_id, ())),
+            relations=tuple(relation for relation in relations if relation.id == entry_id),
             ours=Expression.parse(column.ours.format(**row)) if is_built else None,
             reason=None if is_built else f"{family} is not built in this project",
             command=None if is_built else "none until the model is built",
@@ -150,20 +133,31 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Value:
+class _Answer:
+    """Our counterpart of what the text says, or why there is none and what would show it."""
+
+    ours: str | None = None
+    reason: str | None = None
+    command: str | None = None
+
+    def fields(self, by_default: str | None) -> dict[str, Any]:
+        """The same as fields of an entry. Where `ours` is not given, our numbers are asked what the paper's are: `by_default`."""
+        text = self.ours or (None if self.reason else by_default)
+        return {"ours": Expression.parse(text) if text else None, "reason": self.reason, "command": self.command}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Value(_Answer):
     """One of the numbers that a sentence of the text has."""
 
     printed: str
     equals: str | None = None
     requires: str | None = None
-    because: str | None = None
-    ours: str | None = None
-    reason: str | None = None
-    command: str | None = None
+    because: str = _BECAUSE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Claim:
+class Claim(_Answer):
     """A sentence of the text. It has an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a statement."""
 
     id: str
@@ -174,31 +168,21 @@ class Claim:
     values: dict[str, Value] = dataclasses.field(default_factory=dict)
     holds: str | None = None
     contradiction: str | None = None
-    because: str | None = None
-    ours: str | None = None
-    reason: str | None = None
-    command: str | None = None
+    because: str = "the statement is false of the paper's own numbers"
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Its entries, in order. Where `ours` is not given, our numbers are asked what the paper's are."""
+        """Its entries, in order."""
         about = {"place": self.place, "says": self.says, "kind": self.kind, "unit": self.unit}
         if not self.values:
-            evidence = {"holds": _parse(self.holds), "contradiction": self.contradiction, "because": self.because}
-            ours = _parse(self.ours or (None if self.reason else self.holds))
-            return (Entry(id=self.id, **about, **evidence, ours=ours, reason=self.reason, command=self.command),)
-        return tuple(
-            Entry(
-                id=f"{self.id}_{name}",
-                **about,
-                printed=value.printed,
-                relations=tuple(_relations(f"{self.id}_{name}", value)),
-                ours=_parse(value.ours or (None if value.reason else value.equals)),
-                reason=value.reason,
-                command=value.command,
-            )
-            for name, value in self.values.items()
-        )
+            rules = _relations(self.id, self.because, requires=self.holds)
+            return (Entry(id=self.id, **about, relations=rules, contradiction=self.contradiction, **self.fields(self.holds)),)
+        entries = []
+        for key, value in self.values.items():
+            name = f"{self.id}_{key}"
+            rules = _relations(name, value.because, equals=value.equals, requires=value.requires)
+            entries.append(Entry(id=name, **about, printed=value.printed, relations=rules, **value.fields(value.equals)))
+        return tuple(entries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,15 +197,14 @@ class Ledger:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Every entry by its id, in the paper's order, tables first."""
-        relations: dict[str, list[Relation]] = {}
-        for relation in self.relations:
-            relations.setdefault(relation.id, []).append(relation)
-        listed = [entry for table in self.tables for entry in table.entries(relations)]
+        listed = [
+            table.entry(row, name, self.relations) for table in self.tables for row in table.records.values() for name in table.columns
+        ]
         listed += [entry for claim in self.claims for entry in claim.entries]
         found = {entry.id: entry for entry in listed}
-        if len(found) < len(listed):
-            ids = [entry.id for entry in listed]
-            raise ValueError(f"ledger: {next(name for name in ids if ids.count(name) > 1)} is there twice")
+        for entry in listed:
+            if found[entry.id] is not entry:
+                raise ValueError(f"ledger: {entry.id} is there twice")
         return found
 
     def table(self, table_id: str) -> Table:
@@ -248,9 +231,9 @@ def load_ledger(path: Path) -> Ledger:
     """
     with open(path, encoding="utf-8") as stream:
         ledger: Ledger = build(Ledger, yaml.load(stream, Loader=_TextLoader), path.name)
-    named: list[tuple[str, str]] = [(relation.id, relation.id) for relation in ledger.relations]
+    named = [(relation.id, relation.id) for relation in ledger.relations]
     for entry in ledger.entries.values():
-        expressions = [entry.holds, entry.ours, *(relation.expression for relation in entry.relations)]
+        expressions = [entry.ours, *(relation.expression for relation in entry.relations)]
         named += [(name, entry.id) for expression in expressions if expression for name in expression.references]
         if not entry.ours and not (entry.reason and entry.command):
             raise ValueError(f"ledger: {entry.id}: has neither `ours` nor a reason and a command")
@@ -260,11 +243,6 @@ def load_ledger(path: Path) -> Ledger:
     return ledger
 
 
-def _parse(text: str | None) -> Expression | None:
-    return Expression.parse(text) if text else None
-
-
-def _relations(entry_id: str, value: Value) -> list[Relation]:
-    because: dict[str, Any] = {"because": value.because} if value.because else {}
-    rules = {"equals": value.equals, "requires": value.requires}
-    return [Relation(id=entry_id, **{name: rule}, **because) for name, rule in rules.items() if rule]
+def _relations(entry_id: str, because: str, **rules: str | None) -> tuple[Relation, ...]:
+    """A relation for each of the rules (names of fields of `Relation`) that is given."""
+    return tuple(Relation(id=entry_id, because=because, **{name: rule}) for name, rule in rules.items() if rule)

@@ -1,19 +1,18 @@
-"""A `document.Document` as Markdown: results/tables.md, the pages of other papers, and the blocks of README.md."""
+"""A page as Markdown: results/tables.md, the pages of other papers, and the blocks of README.md."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
-from .document import Block, Bullets, Comparison, Document, Heading, Line, Link, Picture, Piece, Table, Text, make_anchor
+from .document import Block, Bullets, Comparison, Heading, Line, Link, Picture, Piece, Section, Table, Text, make_anchor
 
 _AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
 
 
-def render_markdown(document: Document, to_results: str = "") -> str:
-    """The whole page; `to_results` leads from its folder to results/, e.g. `../`."""
-    parts = [f"# {document.title}", render_blocks(document.lead, to_results)]
-    for section in document.sections:
-        parts += [f"## {section.title}", render_blocks(section.blocks, to_results)]
-    return "\n\n".join(parts) + "\n"
+def render_markdown(page: Sequence[Section], to_results: str = "") -> str:
+    """The whole page, whose first section is its opening; `to_results` leads from its folder to results/, e.g. `../`."""
+    marks = ["#"] + ["##"] * (len(page) - 1)
+    parts = [f"{mark} {section.title}\n\n{render_blocks(section.blocks, to_results)}\n" for mark, section in zip(marks, page, strict=True)]
+    return "\n".join(parts)
 
 
 def render_blocks(blocks: Iterable[Block], to_results: str = "") -> str:
@@ -31,7 +30,7 @@ def _render_block(block: Block, to_results: str) -> str:
             rows = [[_render(line, to_results).replace("|", "\\|").replace("\n", " ") for line in row] for row in block.rows]
             rule = ["---:" if right else "---" for right in block.right_aligned]
             return "\n".join([f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
-    return _render(block.line, to_results)
+    return _render(block, to_results)
 
 
 def _render(line: Line, to_results: str) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .document import Block, Bullets, Heading, Line, Piece, Section, code, number, paragraph, table
+from .document import Block, Bullets, Heading, Piece, Section, code, number, prose, table
 from .records import Source, find_missing_records
 from .results import Results, SpeedGroup
-from .wording import significant
+from .verdicts import significant
 
 Rows = Sequence[tuple[Mapping[str, Any], Source]]
 
@@ -17,24 +17,24 @@ def missing_records(results: Results) -> list[Section]:
     if not missing:
         return []
     rows = [[code(record), code(command)] for record, command in missing]
-    text = "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted ("
-    return [Section("Missing cells", (paragraph(text, code("repro status"), ")."), table(["record", "what makes it"], rows)))]
+    text = (
+        "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted "
+        "(`repro status`)."
+    )
+    return [Section("Missing cells", [prose(text), table(["record", "what makes it"], rows)])]
 
 
 def speed_and_memory(results: Results) -> Section:
     """The rows of every device, and what sweeps conclude from theirs."""
     title = "Speed and memory measured here"
     if not results.speed_rows:
-        return Section(title, (paragraph("Nothing is measured yet: ", code("repro efficiency"), "."),))
+        return Section(title, [prose("Nothing is measured yet: `repro efficiency`.")])
     text = (
         "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
-        "twice: ",
-        code("unfused"),
-        " attention is what the paper's quadratic memory implies, ",
-        code("fused"),
-        " is what a user runs today. These rows stand for their own device only.",
+        "twice: `unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today. These rows stand for "
+        "their own device only."
     )
-    blocks: list[Block] = [paragraph(*text)]
+    blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
         blocks.append(Heading(f"{group}, {group.mode}"))
@@ -44,16 +44,16 @@ def speed_and_memory(results: Results) -> Section:
             blocks += [table(header, listed), *_ratios(rows)]
         if swept:
             blocks += _sweep(group, swept)
-    return Section(title, tuple(blocks))
+    return Section(title, blocks)
 
 
 def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     """The runs that no paper's number is set beside, but for the paths that are `shown_elsewhere`."""
     title = "Runs on other data: no comparison with the paper"
-    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     runs = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
     if not runs:
-        return Section(title, (paragraph("There are none yet: ", code("repro pretrain"), "."),))
+        return Section(title, [prose("There are none yet: `repro pretrain`.")])
+    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in runs:
@@ -69,7 +69,7 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
             rows.append([run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"])
     text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
-    return Section(title, (paragraph(text), table(header, rows)))
+    return Section(title, [(text,), table(header, rows)])
 
 
 REPEATS = (
@@ -85,26 +85,21 @@ def provenance(results: Results) -> Section:
     rows = []
     for source in results.sources:
         identity = source.identity
-        if "code_hash" not in identity:  # of the machine itself
-            continue
-        versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
-        known = [str(identity.get(name) or "–") for name in ("dtype", "backend", "parent_commit", "code_hash", "params_hash")]
-        known[2] = known[2][:12]
-        rows.append([code(source.path), source.device, *known, versions])
+        if "code_hash" in identity:  # not that of the machine itself
+            versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
+            dtype, backend, *hashes = (str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash"))
+            rows.append([code(source.path), source.device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
-        return Section("Provenance", (paragraph("No record was found under ", code("results/"), ": ", code("dvc repro"), " makes them."),))
+        return Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])
     header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     text = "Each record names what explains its numbers; code and params are hashes."
-    return Section("Provenance", (paragraph(text), paragraph(REPEATS), table(header, rows)))
+    return Section("Provenance", [(text,), (REPEATS,), table(header, rows)])
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:
     """E.g. `top1 97.49 %, top5 100.00 %`; with the 95 % interval where several seeds were trained.
 
-    Args:
-        metrics: of a record.
-        labels: key of a score -> its label.
-        places: decimals.
+    `labels`: key of a score in the metrics -> its label; `places`: decimals.
     """
     shown = []
     for key, label in labels.items():
@@ -117,26 +112,24 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 
 def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     """Time and memory of every model over the image size, and what the sweep says of them together."""
-    names = list(dict.fromkeys((row["model"], row["attention"]) for row, _ in rows))
-    sizes = sorted({row["image_size"][0] for row, _ in rows})
-    cells = {(row["model"], row["attention"], row["image_size"][0]): row for row, _ in rows}
+    cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
+    names = list(dict.fromkeys(name for name, _ in cells))
+    sizes = sorted({size for _, size in cells})
     blocks: list[Block] = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
-        lines = [[_with_attention(*name), *(_cell(cells.get((*name, size)), key) for size in sizes)] for name in names]
-        blocks += [paragraph(f"{label}, by image size:"), table(["model", *(f"{size}²" for size in sizes)], lines)]
+        lines = [[name, *(_cell(cells.get((name, size)), key) for size in sizes)] for name in names]
+        blocks += [(f"{label}, by image size:",), table(["model", *(f"{size}²" for size in sizes)], lines)]
     metrics = rows[0][1].metrics
     compared = [_compared_row(each) for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
     if compared:
         text = "Ours against each other family at the largest size where both ran, and from which size on ours is faster:"
-        blocks += [paragraph(text), table(["size", "against", "pixels", "speed-up", "memory saved", "faster"], compared)]
+        blocks += [(text,), table(["size", "against", "pixels", "speed-up", "memory saved", "faster"], compared)]
     grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group and len(each["image_sizes"]) > 1]
     if grown:
         powers = "macs_exponent", "latency_exponent", "memory_exponent"
-        lines = [
-            [_with_attention(each["model"], each["attention"]), *(number(significant(each[power])) for power in powers)] for each in grown
-        ]
+        lines = [[_with_attention(each), *(number(significant(each[power])) for power in powers)] for each in grown]
         text = "Growth with the number of tokens from 512 pixels on, as fitted exponents (1 is linear, 2 is quadratic):"
-        blocks += [paragraph(text), table(["model", "multiply-adds", "time", "memory"], lines)]
+        blocks += [(text,), table(["model", "multiply-adds", "time", "memory"], lines)]
     return blocks
 
 
@@ -146,8 +139,8 @@ def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
     return number(significant(row[key])) if row["status"] == "ok" else row["status"]
 
 
-def _with_attention(model: str, attention: str | None) -> str:
-    return f"{model}, {attention}" if attention in ("fused", "unfused") else model
+def _with_attention(row: Mapping[str, Any]) -> str:
+    return f"{row['model']}, {row['attention']}" if row["attention"] in ("fused", "unfused") else row["model"]
 
 
 def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
@@ -161,20 +154,22 @@ def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
 
 def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
     height, width = row["image_size"]
-    low, high = row["latency_ms_ci95"] or (None, None)
-    speeds = [significant(row["latency_ms"]), "–" if low is None else f"{significant(low)} – {significant(high)}"]
+    interval = " – ".join(map(significant, row["latency_ms_ci95"] or ())) or "–"
     return [
         row["model"],
         row["attention"] or "–",
         f"{height}×{width}",
-        number(significant(row["throughput_img_per_s"])) if row["status"] == "ok" else row["status"],
-        *(number(text) for text in (*speeds, significant(row["peak_memory_mib"]), significant(row["macs_g"]))),
+        _cell(row, "throughput_img_per_s"),
+        number(significant(row["latency_ms"])),
+        number(interval),
+        number(significant(row["peak_memory_mib"])),
+        number(significant(row["macs_g"])),
     ]
 
 
 def _ratios(rows: Rows) -> list[Block]:
     """The ratios that a record gives of its own rows, each size against the baseline of that size."""
-    lines: list[Line] = []
+    lines = []
     for source in {source.path: source for _, source in rows}.values():
         for key, label, unit in (("speedup_at_1280", "speed-up", "×"), ("memory_saved_at_1280_percent", "memory saved", " %")):
             for size, compared in sorted((source.metrics.get(key) or {}).items()):
@@ -182,8 +177,8 @@ def _ratios(rows: Rows) -> list[Block]:
                 lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:
-            lines.append(("The op ", code("ttt_linear_bidir"), f" alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
-    return [Bullets(tuple(lines))] if lines else []
+            lines.append(prose(f"The op `ttt_linear_bidir` alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
+    return [Bullets(lines)] if lines else []
 
 
 def _ratio(compared: Mapping[str, Any], attention: str, unit: str) -> str:

@@ -19,45 +19,28 @@ MOST_SEEDS = 1000
 Top1 = Mapping[int, float]  # seed -> percent
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two variants that the paper orders.
+    """Two variants that the paper orders."""
 
-    Args:
-        better, worse: by the paper.
-        difference: better − worse in points, the mean over the seeds that both have.
-        low, high: the 95 % interval of that difference, for this pair alone.
-        p: two-sided, after Holm's correction over the pairs.
-        word: what the pair shows.
-        needed: how many seeds would separate this pair among all pairs, if its difference and spread stayed as observed; None where
-            that takes more than `MOST_SEEDS`.
-    """
-
-    better: str
+    better: str  # by the paper
     worse: str
-    difference: float
-    low: float
+    difference: float  # better − worse in points, the mean over the seeds that both have
+    low: float  # the 95 % interval of that difference, for this pair alone
     high: float
-    p: float
+    p: float  # two-sided, after Holm's correction over the pairs
     word: Word
-    needed: int | None
+    needed: int | None  # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Ordering:
-    """The verdict on the order of a table or figure on one data set.
-
-    Args:
-        word: the verdict.
-        why: the sentence behind it.
-        pairs: in the paper's order.
-        tau: Kendall's tau over these pairs, (in the paper's order − against it) / all; None without pairs.
-    """
+    """The verdict on the order of a table or figure on one data set."""
 
     word: Word
-    why: str
-    pairs: tuple[Pair, ...] = ()
-    tau: float | None = None
+    why: str  # the sentence behind it
+    pairs: tuple[Pair, ...] = ()  # in the paper's order
+    tau: float | None = None  # Kendall's over these pairs, (in the paper's order − against it) / all; None without pairs
 
 
 def judge_ordering(
@@ -73,16 +56,17 @@ def judge_ordering(
         classes: of the data set.
     """
     orders = [(better, worse) for better, worse in orders if better in top1 and worse in top1]
-    seeds = sorted(set.intersection(*(set(of_variant) for of_variant in top1.values()))) if top1 else []
+    seeds = sorted(set.intersection(*map(set, top1.values()))) if top1 else []
+    if not orders:
+        return Ordering("insufficient budget", "there are no two variants that the paper orders")
+    if len(seeds) < 2:
+        return Ordering("insufficient budget", f"{len(seeds)} seed(s) in common show no spread")
     names = list(dict.fromkeys(name for order in orders for name in order))
-    if len(seeds) < 2 or not orders:
-        why = f"{len(seeds)} seed(s) in common show no spread" if orders else "there are no two variants that the paper orders"
-        return Ordering(word="insufficient budget", why=why)
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
     pairs = compare_pairs(top1, orders, seeds, images)
     tau = statistics.mean((pair.difference > 0) - (pair.difference < 0) for pair in pairs)
     word, why = _conclude(pairs, means, [before[name][seed] for name in names for seed in seeds], images, classes)
-    return Ordering(word=word, why=why, pairs=pairs, tau=tau)
+    return Ordering(word, why, pairs, tau)
 
 
 def compare_pairs(top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], seeds: Sequence[int], images: int) -> tuple[Pair, ...]:
@@ -103,9 +87,7 @@ def compare_pairs(top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], s
         half = student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n)
         word = "not separated" if p >= ALPHA else "ordering seen" if mean > 0 else "ordering contradicted"
         needed = seeds_needed(mean, spread, ALPHA / len(orders))
-        found.append(
-            Pair(better=better, worse=worse, difference=mean, low=mean - half, high=mean + half, p=float(p), word=word, needed=needed)
-        )
+        found.append(Pair(better, worse, mean, mean - half, mean + half, float(p), word, needed))
     return tuple(found)
 
 
@@ -137,8 +119,8 @@ def _conclude(
     pairs: Sequence[Pair], means: Mapping[str, float], before: Sequence[float | None], images: int, classes: int
 ) -> tuple[Word, str]:
     """The word of a table and the sentence behind it: the first case that applies."""
-    spread, best, overall = max(means.values()) - min(means.values()), max(means.values()), statistics.mean(means.values())
-    chance = 100 / classes
+    best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
+    spread = best - min(means.values())
     if best - chance < sampling_noise(chance, images):
         return "insufficient budget", f"no variant exceeds chance, {chance:.1f} %, by more than the noise of {images} images"
     if None in before:
@@ -161,7 +143,5 @@ def _conclude(
         return "ordering seen", f"all {len(pairs)} pairs, at a family-wise level of 95 %"
     needed = [pair.needed for pair in pairs if pair.word == "not separated"]
     seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
-    return (
-        "not separated",
-        f"{seen} of {len(pairs)} pairs are separated; with differences and spreads as observed, all would need {seeds} seeds",
-    )
+    why = f"{seen} of {len(pairs)} pairs are separated; with differences and spreads as observed, all would need {seeds} seeds"
+    return "not separated", why

@@ -10,16 +10,15 @@ from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
 from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
 from .claims import Report, judge_paper
-from .document import Document
-from .export import export_json, export_rows
+from .document import Section
 from .gallery import examples_section, figures_section
 from .html import render_html
 from .markdown import render_markdown
 from .paper import Paper
 from .records import Source
 from .results import Results
-from .statuses import STATUSES, count_statuses
 from .variants import draw_variants, find_shown, variants_section
+from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
 # what a value of another type or form than today's leads to
 RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
@@ -28,16 +27,10 @@ RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 def write_report(
     papers: Sequence[Paper], results: Results, speed_dtype: str, verbs: Sequence[str], profile: str | None, *, with_html: bool = True
 ) -> str:
-    """Judge the ledgers of all papers and write their pages, claims, figures, report.html and the blocks of README.md.
+    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures and the blocks of README.md.
 
     Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
-    other, and report.html for all of them.
-
-    Args:
-        papers: the primary one first.
-        results: the records of the checkout.
-        speed_dtype, verbs, profile: see `judge_paper`.
-        with_html: also write report.html.
+    other, and, `with_html`, report.html for all of them. For `speed_dtype`, `verbs` and `profile` see `judge_paper`.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
@@ -47,7 +40,7 @@ def write_report(
             figures. A missing record leaves its entries `not measured`.
     """
 
-    def build(results: Results, figures: Path) -> tuple[list[tuple[Report, Document]], str | None]:
+    def build(results: Results, figures: Path) -> tuple[list[tuple[Report, list[Section]]], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
         pages = []
         for paper in papers:
@@ -67,39 +60,38 @@ def write_report(
         reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
         raise UserError(f"{broken.path}: {reason}") from error
     note_pipeline(pages[0][0])
-    for report, document in pages:
-        _write_page(report, document)
+    for report, page in pages:
+        _write_page(report, page)
     if html is not None:
         write_text(folder / "report.html", html)
-    verdicts = pages[0][0].all
-    counts = count_statuses(verdicts)
-    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {len(verdicts)}"
+    counts = count_statuses(pages[0][0].all)
+    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
 
 
-def build_document(report: Report) -> Document:
-    """A paper's page; that of the primary paper also shows the records that no paper is compared with."""
+def build_document(report: Report) -> list[Section]:
+    """A paper's page, its opening first; that of the primary paper also shows the records that no paper is compared with."""
     paper, results = report.paper, report.results
-    sections = [comparison.how_to_read(report)]
-    if paper.primary:
-        sections += measured.missing_records(results)
-    sections.append(comparison.summary(report))
-    if paper.headlines:
-        sections.append(comparison.headlines(report))
-    sections += [comparison.table_section(table, report) for table in paper.ledger.tables]
-    if paper.figures:
-        sections.append(figures_section(report))
-    if paper.variants:
-        sections.append(variants_section(report))
-    if paper.ledger.paper.speed_device:
-        sections.append(comparison.cost_claims(report))
-    if paper.primary:
-        sections += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), examples_section(report)]
-    sections += [comparison.all_claims(report), comparison.contradictions(report)]
-    sections += [comparison.not_measured(report), comparison.where_checked(report)]
-    if paper.primary:
-        sections.append(measured.provenance(results))
     title = "The paper's numbers and ours" if paper.primary else f"{paper.name}: the paper's numbers and ours"
-    return Document(title, lead_blocks(report), tuple(sections))
+    page = [Section(title, lead_blocks(report)), comparison.how_to_read(report)]
+    if paper.primary:
+        page += measured.missing_records(results)
+    page.append(comparison.summary(report))
+    if paper.headlines:
+        page.append(comparison.headlines(report))
+    page += [comparison.table_section(table, report) for table in paper.ledger.tables]
+    if paper.figures:
+        page.append(figures_section(report))
+    if paper.variants:
+        page.append(variants_section(report))
+    if paper.ledger.paper.speed_device:
+        page.append(comparison.cost_claims(report))
+    if paper.primary:
+        page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), examples_section(report)]
+    page += [comparison.all_claims(report), comparison.contradictions(report)]
+    page += [comparison.not_measured(report), comparison.where_checked(report)]
+    if paper.primary:
+        page.append(measured.provenance(results))
+    return page
 
 
 def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
@@ -114,18 +106,18 @@ def find_broken_record(results: Results, build: Callable[[Results, Path], object
     return None
 
 
-def _write_page(report: Report, document: Document) -> None:
+def _write_page(report: Report, page: list[Section]) -> None:
     paper, folder = report.paper, report.results.paths.results
+    claims = export_json(paper.ledger.paper.version, report.all)
     if not paper.primary:
-        write_text(folder / "papers" / f"{paper.id}.md", render_markdown(document, "../"))
-        write_json(folder / "papers" / f"{paper.id}.claims.json", export_json(report))
+        write_text(folder / "papers" / f"{paper.id}.md", render_markdown(page, "../"))
+        write_json(folder / "papers" / f"{paper.id}.claims.json", claims)
         return
-    write_text(folder / "tables.md", render_markdown(document))
-    write_json(folder / "claims.json", export_json(report))
-    write_csv(folder / "claims.csv", export_rows(report))
-    readme = report.results.paths.root / "README.md"
+    write_text(folder / "tables.md", render_markdown(page))
+    write_json(folder / "claims.json", claims)
+    write_csv(folder / "claims.csv", export_rows(report.all))
     for name, block in readme_blocks(report).items():
-        write_readme_block(readme, name, block)
+        write_readme_block(report.results.paths.root / "README.md", name, block)
 
 
 def write_readme_block(readme: Path, name: str, block: str) -> None:

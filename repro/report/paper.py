@@ -12,63 +12,39 @@ from .ledger import Ledger, load_ledger
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure of the paper.
+    """A figure of the paper."""
 
-    Args:
-        place: e.g. `Fig. 7a`.
-        shows: what the paper shows there.
-        files: pattern of our pictures, relative to results/; None for a diagram of the method, which no measurement draws.
-        command: what draws them.
-        shared_with: the figure whose pictures show this one too.
-    """
-
-    place: str
-    shows: str
-    files: str | None = None
-    command: str = ""
-    shared_with: str | None = None
+    place: str  # e.g. `Fig. 7a`
+    shows: str  # what the paper shows there
+    files: str | None = None  # pattern of our pictures, relative to results/; None for a diagram, which no measurement draws
+    command: str = ""  # what draws them
+    shared_with: str | None = None  # the figure whose pictures show this one too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantTable:
-    """A table or a figure of the paper that compares variants of its model.
+    """A table or a figure of the paper that compares variants of its model."""
 
-    Args:
-        place: e.g. `Table 3` or `Fig. 7(a)`.
-        rows: variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper prints no number.
-        columns: of the ledger's columns, those that are shown; None for all.
-        orders: (better, worse) for each two variants that the paper's text orders; None takes its printed Top-1.
-        note: a sentence below the heading.
-        figure: begins the name of the picture, `{figure}_{data}.png`.
-        draw: draws that picture: (path, the trained variants, the printed number of a row and column) -> path.
-    """
-
-    place: str
+    place: str  # e.g. `Table 3` or `Fig. 7(a)`
+    # variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper prints no number
     rows: Mapping[str, str | None]
-    columns: tuple[str, ...] | None = None
-    orders: tuple[tuple[str, str], ...] | None = None
-    note: str = ""
-    figure: str | None = None
+    columns: tuple[str, ...] | None = None  # of the ledger's columns, those that are shown; None for all
+    orders: tuple[tuple[str, str], ...] | None = None  # (better, worse) by the paper's text; None takes its printed Top-1
+    note: str = ""  # a sentence below the heading
+    figure: str | None = None  # begins the name of the picture, `{figure}_{data}.png`
+    # draws that picture: (path, the trained variants, the printed number of a row and column) -> path
     draw: Callable[[Path, Any, Callable[[str | None, str], str]], Path] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variants:
-    """What the paper ablates.
+    """What the paper ablates."""
 
-    Args:
-        options: variant -> the options of the model that it changes; {} for the plain model.
-        tables: where they are compared.
-        places: the same in words, e.g. `Tables 3 and 4`.
-        stage: the stage that trains them; its verb with `--all` trains all of them.
-        about: the model and the data that the paper's numbers are of, in words.
-    """
-
-    options: Mapping[str, Mapping[str, Any]]
-    tables: tuple[VariantTable, ...]
-    places: str
-    stage: str
-    about: str
+    options: Mapping[str, Mapping[str, Any]]  # variant -> the options of the model that it changes; {} for the plain model
+    tables: tuple[VariantTable, ...]  # where they are compared
+    places: str  # the same in words, e.g. `Tables 3 and 4`
+    stage: str  # the stage that trains them; its verb with `--all` trains all of them
+    about: str  # the model and the data that the paper's numbers are of, in words
 
     @property
     def command(self) -> str:
@@ -78,7 +54,7 @@ class Variants:
     @cached_property
     def changed(self) -> frozenset[str]:
         """The options that tell variants apart."""
-        return frozenset(name for changes in self.options.values() for name in changes)
+        return frozenset().union(*self.options.values())
 
     @cached_property
     def plain(self) -> str:
@@ -88,19 +64,12 @@ class Variants:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a reader asks first: how many of some entries are matched.
+    """What a reader asks first: how many of some entries are matched."""
 
-    Args:
-        label: what they are, e.g. `parameters`.
-        entries: patterns of ids.
-        shown: ids of the entries whose numbers are shown beside the count; they have one unit.
-        shown_label: what these numbers are of.
-    """
-
-    label: str
-    entries: tuple[str, ...]
-    shown: tuple[str, ...] = ()
-    shown_label: str = ""
+    label: str  # what they are, e.g. `parameters`
+    entries: tuple[str, ...]  # patterns of ids
+    shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown beside the count; they have one unit
+    shown_label: str = ""  # what these numbers are of
 
     def find(self, ledger: Ledger) -> list[str]:
         """The ids that the patterns name, in the ledger's order."""
@@ -109,19 +78,13 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contest:
-    """The paper's model against the baseline that its claims on speed are about.
+    """The paper's model against the baseline that its claims on speed are about. The baseline runs with fused and unfused attention."""
 
-    Args:
-        ours, theirs: (registered name, label). The baseline runs with fused and with unfused attention.
-        sizes: the image sizes in pixels that the paper speaks of.
-        picture: the file under results/figures that the report draws.
-        series: family of `repro.core.figures.STYLES` -> (registered name, attention) of each line in the picture.
-    """
-
-    ours: tuple[str, str]
+    ours: tuple[str, str]  # (registered name, label)
     theirs: tuple[str, str]
-    sizes: tuple[int, ...]
-    picture: str
+    sizes: tuple[int, ...]  # the image sizes in pixels that the paper speaks of
+    picture: str  # the file under results/figures that the report draws
+    # family of `repro.core.figures.STYLES` -> (registered name, attention) of each line in the picture
     series: Mapping[str, tuple[str, str | None]]
 
     @property
@@ -132,42 +95,25 @@ class Contest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper:
-    """One paper, as its room declares it.
+    """One paper, as its room declares it."""
 
-    Args:
-        id: the name of the room.
-        name: what the paper is called for short.
-        model: what its model is called.
-        ledger_file: its ledger.yaml.
-        primary: whether results/tables.md is its page; the pages of the others are results/papers/<id>.md.
-        claim: what it claims, in two sentences.
-        baseline: the model with softmax attention that its claims on speed are about.
-        families: families of models (the first word of a registered name) that this project builds for it -> the options that are
-            their defaults and so do not name a variant.
-        formulas: functions that the expressions of its ledger may call.
-        headlines: the beginnings of the ids of the claims that are shown first.
-        questions: what its page answers first.
-        contest: see `Contest`.
-        pictures: patterns of the pictures on top of its page, relative to results/.
-        figures: in the paper's order.
-        variants: what it ablates.
-    """
-
-    id: str
-    name: str
-    model: str
-    ledger_file: Path
-    primary: bool = False
-    claim: str = ""
-    baseline: str = "baseline"
+    id: str  # the name of the room
+    name: str  # what the paper is called for short
+    model: str  # what its model is called
+    ledger_file: Path  # its ledger.yaml
+    primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
+    claim: str = ""  # what it claims, in two sentences
+    baseline: str = "baseline"  # the model with softmax attention that its claims on speed are about
+    # families of models (the first word of a registered name) that this project builds for it -> the options that are their defaults
+    # and so do not name a variant
     families: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
-    headlines: tuple[str, ...] = ()
-    questions: tuple[Question, ...] = ()
+    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)  # functions that its ledger's expressions may call
+    headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
+    questions: tuple[Question, ...] = ()  # what its page answers first
     contest: Contest | None = None
-    pictures: tuple[str, ...] = ()
-    figures: tuple[Figure, ...] = ()
-    variants: Variants | None = None
+    pictures: tuple[str, ...] = ()  # patterns of the pictures on top of its page, relative to results/
+    figures: tuple[Figure, ...] = ()  # in the paper's order
+    variants: Variants | None = None  # what it ablates
 
     @cached_property
     def ledger(self) -> Ledger:

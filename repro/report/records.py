@@ -13,24 +13,23 @@ from ..core.record import read_json
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One record: what `repro.core.record.write_record` wrote.
+    """One record: what `repro.core.record.write_record` wrote."""
 
-    Args:
-        path: the file, relative to the checkout.
-        metrics, identity: its two halves.
-        stage, cell: which stage of the graph wrote it, and for which of its cells; None for what was run by hand.
-    """
-
-    path: str
+    path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    stage: str | None = None
+    stage: str | None = None  # which stage of the graph wrote it, and for which of its cells; None for what was run by hand
     cell: str | None = None
 
     @property
     def device(self) -> str:
         """The device that the record names."""
         return str(self.identity.get("device", "–"))
+
+    @property
+    def commit(self) -> str:
+        """The beginning of the hash of the commit that the code was based on."""
+        return str(self.identity.get("parent_commit") or "–")[:12]
 
     @property
     def folder(self) -> str:
@@ -58,28 +57,22 @@ class Source:
 
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
-    """The records of the given stages, in that order, then those of results/measured.
-
-    Raises:
-        UserError: a record is damaged. A missing one is no error.
-    """
+    """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`."""
     root = paths.results
-    found = []
+    files = []
     for stage in stages:
         for name in ("metrics.json", "speed.json"):
-            found += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
-            found += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
-    by_hand = (file for file in root.glob("measured/**/*.json") if not file.name.endswith(("run.json", "recipe.json")))
-    found += [(file, None, None) for file in sorted(by_hand) if file.parent.name != "seeds"]
-    return [_read(paths, *each) for each in found]
+            files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
+            files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
+    for file in sorted(root.glob("measured/**/*.json")):
+        if not file.name.endswith(("run.json", "recipe.json")) and file.parent.name != "seeds":
+            files.append((file, None, None))
+    return [_read(paths, *each) for each in files]
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there.
-
-    DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters, on which the report
-    depends.
-    """
+    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there."""
+    # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
         cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]
@@ -119,7 +112,8 @@ class _Named(dict):
 def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:
     path = file.relative_to(paths.root).as_posix()
     content = read_json(file)
-    halves = {name: content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")}
-    if not all(isinstance(half, Mapping) for half in halves.values()):
+    halves = [content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")]
+    if not all(isinstance(half, Mapping) for half in halves):
         raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")
-    return Source(path, **{name: name_keys(half, f"{path}: {name}") for name, half in halves.items()}, stage=stage, cell=cell)
+    metrics, identity = name_keys(halves[0], f"{path}: metrics"), name_keys(halves[1], f"{path}: identity")
+    return Source(path, metrics, identity, stage, cell)

@@ -3,8 +3,8 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
@@ -14,19 +14,12 @@ from .paper import Paper
 from .records import Source, check_mapping, name_keys, read_sources
 
 
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """A data set of the field, and when a score on it may stand beside a paper's.
-
-    Args:
-        name: in words.
-        val_images: the size of its validation split. A score counts only when it was taken on all of it.
-        starts_pretrained: whether models are trained on it from weights that were pretrained elsewhere.
-    """
+class Benchmark(NamedTuple):
+    """A data set of the field, and when a score on it may stand beside a paper's."""
 
     name: str
-    val_images: int
-    starts_pretrained: bool
+    val_images: int  # of its validation split; a score counts only when it was taken on all of it
+    starts_pretrained: bool  # whether models are trained on it from weights that were pretrained elsewhere
 
 
 # kind of data set -> the data set
@@ -39,16 +32,7 @@ _BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of
 
 
 class Missing(Exception):
-    """A number that was not measured.
-
-    Args:
-        reason: why there is none.
-        command: what would measure it.
-    """
-
-    def __init__(self, reason: str, command: str):
-        super().__init__(reason)
-        self.reason, self.command = reason, command
+    """A number that was not measured. Its `args` are the reason, and the command that would measure it."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -79,9 +63,7 @@ class Results:
             `stages.Stage.scores`. Records of other stages are not read.
 
     `used` collects the paths of the records that numbers were read from; whoever asks for a number empties it before.
-
-    Raises:
-        UserError: a record is damaged. A missing one is no error.
+    A damaged record is a `UserError`; a missing one is no error.
     """
 
     def __init__(self, paths: Paths, papers: Iterable[Paper], scores: Mapping[str, Mapping[str, str]]):
@@ -93,25 +75,24 @@ class Results:
     @cached_property
     def counts(self) -> dict[str, tuple[Mapping[str, Any], Source]]:
         """`model[option=value]@size` -> row of the complexity stage."""
-        return {
-            f"{self.model_key(row)}@{size_of(row)}": (row, source)
-            for source in self._of_stage("complexity")
-            for name, each in check_mapping(source.metrics["rows"], f"{source.path}: metrics.rows").items()
-            for row in [check_mapping(each, f"{source.path}: {name}")]
-        }
-
-    @property
-    def own_sources(self) -> list[Source]:
-        """The records of results that stages of the graph wrote; that of the machine itself is not one."""
-        return [source for source in self.sources if source.stage is not None and "code_hash" in source.identity]
+        found = {}
+        for source in self.sources:
+            if source.stage == "complexity":
+                for name, row in check_mapping(source.metrics["rows"], f"{source.path}: metrics.rows").items():
+                    check_mapping(row, f"{source.path}: {name}")
+                    found[f"{self.model_key(row)}@{size_of(row)}"] = row, source
+        return found
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
         """The speed rows of all devices, grouped by what may be compared. What was measured a second time is left out."""
         groups: dict[SpeedGroup, list] = {}
         for source in self.sources:
-            for row in _speed_rows(source):
-                if row.get("run", 1) == 1:
+            rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
+            if is_stage and not isinstance(rows, list):
+                raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
+            for row in rows if isinstance(rows, list) else ():
+                if isinstance(row, Mapping) and (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1:
                     groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
@@ -145,13 +126,10 @@ class Results:
     def speed_functions(self, group: SpeedGroup, attention: str = "unfused") -> dict[str, Callable]:
         """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are unfused."""
 
-        def read(field: str) -> Callable:
-            def look_up(model: str, size: int, asked: str | None = None) -> float:
-                return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
+        def look_up(field: str, model: str, size: int, asked: str | None = None) -> float:
+            return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
 
-            return look_up
-
-        return {"fps": read("throughput_img_per_s"), "memory_mib": read("peak_memory_mib")}
+        return {"fps": partial(look_up, "throughput_img_per_s"), "memory_mib": partial(look_up, "peak_memory_mib")}
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
         """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the family's defaults."""
@@ -168,24 +146,25 @@ class Results:
         benchmark = BENCHMARKS.get(source.metrics["kind"])
         return benchmark is not None and source.metrics.get("val_images") == benchmark.val_images
 
+    def find(self, path: str) -> Source | None:
+        """The record at a path; None where a number was read from another file."""
+        return next((source for source in self.sources if source.path == path), None)
+
     def command_for(self, path: str) -> str:
         """The command that makes a file that a number was read from."""
-        source = next((source for source in self.sources if source.path == path), None)
-        if source is not None:
+        if source := self.find(path):
             return source.command
         if path.startswith("results/prepare_data/"):
             return f"repro prepare-data --cell {path.split('/')[2]}"
         return "repro profile show paper"
 
-    def _of_stage(self, stage: str) -> list[Source]:
-        return [source for source in self.sources if source.stage == stage]
-
     def _complexity(self, key: str, size: str) -> float:
-        for source in self._of_stage("complexity"):
-            value = check_mapping(source.metrics[key], f"{source.path}: metrics.{key}").get(size)
-            if value is not None:
-                self.used.add(source.path)
-                return value
+        for source in self.sources:
+            if source.stage == "complexity":
+                value = check_mapping(source.metrics[key], f"{source.path}: metrics.{key}").get(size)
+                if value is not None:
+                    self.used.add(source.path)
+                    return value
         raise Missing("not counted yet", "repro complexity")
 
     def _count(self, row: str) -> Mapping[str, Any]:
@@ -197,22 +176,21 @@ class Results:
         return found
 
     def _score(self, kind: str, model: str, key: str, image_size: int | None = None) -> float:
+        benchmark, command = BENCHMARKS[kind], self._score_command(kind, model, key)
         fitting = [
             source
             for source in self.score_sources
             if source.metrics["kind"] == kind
             and self.is_full(source)
-            and self._is_as_described(source, BENCHMARKS[kind], image_size)
+            and self._is_as_described(source, benchmark, image_size)
             and self.model_key(source.metrics, source.path) == model
         ]
         if not fitting:
-            raise Missing(
-                f"no run on all of {BENCHMARKS[kind].name}; smaller runs are never compared", self._score_command(kind, model, key)
-            )
+            raise Missing(f"no run on all of {benchmark.name}; smaller runs are never compared", command)
         # the longest training, and of those the first by name: never the one with the best score
         source = min(fitting, key=lambda source: (-(source.metrics.get("epochs") or 0), source.path))
         if not isinstance(source.metrics.get(key), (int, float)):
-            raise Missing(f"{source.path} has no {key}", self._score_command(kind, model, key))
+            raise Missing(f"{source.path} has no {key}", command)
         self.used.add(source.path)
         return source.metrics[key]
 
@@ -255,32 +233,34 @@ class Results:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self._paper_profile.get("prepare_data") or {}
         for name, cell in (self._paper_profile.get(section) or {}).items():
-            if not isinstance(cell, Mapping) or "model" not in cell or (prepared.get(cell.get("data")) or {}).get("kind") != kind:
-                continue
-            if self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
-                return name
+            if isinstance(cell, Mapping) and "model" in cell and (prepared.get(cell.get("data")) or {}).get("kind") == kind:
+                if self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
+                    return name
         return None
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        cell = self._profile_cell(section, model, kind)
+        cell, command = self._profile_cell(section, model, kind), "repro profile show paper"
         if cell is None:
-            raise Missing(f"profiles/paper.yaml has no {section} cell for it", "repro profile show paper")
+            raise Missing(f"profiles/paper.yaml has no {section} cell for it", command)
         value: Any = self._paper_profile[section][cell]
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            why = f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds"
-            raise Missing(why, "repro profile show paper")
+            raise Missing(f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds", command)
         self.used.add("profiles/paper.yaml")
         return value
 
     def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> float:
-        found = [
-            (_BACKENDS.index(row["backend"]) if row["backend"] in _BACKENDS else len(_BACKENDS), source.path, row, source)
+        def rank(found: tuple[Mapping[str, Any], Source]) -> tuple:
+            backend = found[0]["backend"]
+            return _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS), found[1].path
+
+        fitting = [
+            (row, source)
             for row, source in self.speed_rows.get(group, [])
             if self.model_key(row, source.path) == model and size_of(row) == str(size) and row["attention"] == attention
         ]
-        _, path, row, source = min(found, key=lambda item: item[:2]) if found else (None, None, None, None)
+        row, source = min(fitting, key=rank, default=(None, None))
         if row is None or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
             raise Missing(f"{model} at {size}×{size} on {group}: {why}", "repro efficiency")
@@ -289,7 +269,7 @@ class Results:
             if is_of_row and not gate["holds"]:
                 share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
                 raise Missing(f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required", "repro efficiency")
-        self.used.add(path)
+        self.used.add(source.path)
         return row[field]
 
     def _operator(self, key: str) -> float:
@@ -306,13 +286,3 @@ def size_of(row: Mapping[str, Any]) -> str:
     size = row["image_size"]
     height, width = size if isinstance(size, list) else (size, size)
     return str(height) if height == width else f"{height}x{width}"
-
-
-def _speed_rows(source: Source) -> list[Mapping[str, Any]]:
-    """The rows of a record that measured speed; other records have none."""
-    rows = source.metrics.get("rows")
-    if source.stage == "efficiency" and not isinstance(rows, list):
-        raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
-    if not isinstance(rows, list):
-        return []
-    return [row for row in rows if isinstance(row, Mapping) and (source.stage == "efficiency" or "throughput_img_per_s" in row)]

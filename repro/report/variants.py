@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .claims import Report
-from .document import Block, Heading, Paragraph, Picture, Piece, Section, Table, code, number, paragraph, strong, table
-from .ledger import Ledger
-from .ordering import Ordering, judge_ordering
-from .paper import Paper, Variants, VariantTable
+from .document import Block, Heading, Picture, Piece, Section, Table, code, number, prose, strong, table
+from .ledger import Column, Ledger
+from .ordering import MOST_SEEDS, Ordering, judge_ordering
+from .paper import Variants, VariantTable
 from .records import Source
 from .results import Results
 
@@ -19,15 +20,10 @@ TOP1 = "top1_percent"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Variants that were trained alike.
+    """Variants that were trained alike."""
 
-    Args:
-        variants: name -> record, in the order in which the paper's room names them.
-        speeds: name -> the record of its throughput, where that was measured.
-    """
-
-    variants: Mapping[str, Source]
-    speeds: Mapping[str, Source]
+    variants: Mapping[str, Source]  # name -> record, in the order in which the paper's room names them
+    speeds: Mapping[str, Source]  # name -> the record of its throughput, where that was measured
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -66,12 +62,13 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
         of_group = found.setdefault((origin, m["data"], m["model"], rest, m["recipe_hash"]), {})
         if name not in of_group or len(m["by_seed"]) > len(of_group[name].metrics["by_seed"]):
             of_group[name] = source
-    speeds = {source.folder: source for source in results.sources if source.path.endswith("/speed.json")}
+    has_speed = (source for source in results.sources if source.path.endswith("/speed.json") and source.metrics.get("throughput_img_per_s"))
+    speeds = {source.folder: source for source in has_speed}
     groups = []
     for members in found.values():
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
-        groups.append(Group(variants=ordered, speeds={n: s for n, s in measured.items() if s.metrics.get("throughput_img_per_s")}))
+        groups.append(Group(variants=ordered, speeds=measured))
     return groups
 
 
@@ -85,8 +82,10 @@ def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
     runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
-    top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
-    before = {name: {run["seed"]: run["top1_previous_percent"] for run in of_variant} for name, of_variant in runs.items()}
+    top1, before = (
+        {name: {run["seed"]: run[key] for run in of_variant} for name, of_variant in runs.items()}
+        for key in (TOP1, "top1_previous_percent")
+    )
     return judge_ordering(top1, before, find_orders(where, ledger), group.common["val_images"], group.common["classes"])
 
 
@@ -107,126 +106,108 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
 
 def variants_section(report: Report) -> Section:
     """The verdicts on orderings, then every table and figure of each group."""
-    paper, results = report.paper, report.results
-    variants, ledger = paper.variants, paper.ledger
+    variants, ledger = report.paper.variants, report.paper.ledger
     title = f"The ablations: {variants.places}"
-    every = find_groups(results, variants)
-    judged = [(group, where, judge_group(group, where, ledger)) for group, where in _shown(every, variants)]
+    judged = [(group, where, judge_group(group, where, ledger)) for group, where in _pair(report)]
     if not judged:
-        all_of_them = code(f"{variants.command} --all")
-        text = ("None is trained yet: ", code(variants.command), ", or ", all_of_them, f" for all {len(variants.options)} variants.")
-        return Section(title, (Paragraph(text),))
+        command = variants.command
+        return Section(title, [prose(f"None is trained yet: `{command}`, or `{command} --all` for all {len(variants.options)} variants.")])
     rows = [
         [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
         for group, where, found in judged
     ]
     text = (
         "Variants that were trained alike here. Is the paper's ordering by Top-1 seen? Each pair that the paper orders is judged by its "
-        "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. ",
-        code("docs/ablations.md"),
-        f" explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our Top-1 is the mean "
-        "over seeds ± their standard deviation; our images/s are of inference on the device that is named.",
+        "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. "
+        f"`docs/ablations.md` explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our "
+        "Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named."
     )
-    blocks: list[Block] = [Paragraph(text), table(["", "trained", "verdict", "because", "τ"], rows)]
-    drawn = _to_draw(every, variants)
+    blocks: list[Block] = [prose(text), table(["", "trained", "verdict", "because", "τ"], rows)]
+    drawn = _to_draw(report)
     for group, where, found in judged:
-        blocks += [Heading(f"{where.place}: {group.title}"), *([paragraph(where.note)] if where.note else [])]
-        blocks.append(_rows_table(group, where, results, paper))
-        if drawn.get((where.place, group.common["data"])) == (group, where):
-            blocks.append(paragraph(Picture(f"figures/{_file_name(where, group)}", where.place)))
+        blocks.append(Heading(f"{where.place}: {group.title}"))
+        if where.note:
+            blocks.append((where.note,))
+        blocks.append(_rows_table(group, where, report))
+        blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in drawn.items() if pair == (group, where)]
         if absent := [name for name in where.rows if name not in group.variants]:
             command = f"{variants.command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
-            blocks.append(paragraph(f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
+            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
         if found.pairs:
             blocks.append(_pairs_table(where, found, ledger))
-    return Section(title, tuple(blocks))
+    return Section(title, blocks)
 
 
 def draw_variants(report: Report, folder: Path) -> None:
     """Draw the figures that compare variants, one for each data set: from the group with most of a figure's variants."""
-    ledger = report.paper.ledger
-    for group, where in _find_to_draw(report):
-        where.draw(folder / _file_name(where, group), group, lambda row, column: find_printed(ledger, row, column))
+    for name, (group, where) in _to_draw(report).items():
+        where.draw(folder / name, group, partial(find_printed, report.paper.ledger))
 
 
 def find_drawn(report: Report) -> dict[str, list[Source]]:
     """The name of each file that `draw_variants` makes -> the records that it shows."""
-    return {_file_name(where, group): list(group.at(where).values()) for group, where in _find_to_draw(report)}
+    return {name: list(group.at(where).values()) for name, (group, where) in _to_draw(report).items()}
 
 
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `variants_section` alone shows; those of other stages than the variants' stand elsewhere too."""
+    sources = [source for group, where in _pair(report) for source in group.at(where).values()]
+    return {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
+
+
+def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
+    """Each group with each table and figure of which it has two variants."""
     variants = report.paper.variants
-    if variants is None:
-        return set()
-    shown = _shown(find_groups(report.results, variants), variants)
-    sources = (source for group, where in shown for source in group.at(where).values())
-    return {source.path for source in sources if source.stage in (None, variants.stage)}
+    groups = find_groups(report.results, variants) if variants else []
+    return [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
 
 
-def _find_to_draw(report: Report) -> list[tuple[Group, VariantTable]]:
-    variants = report.paper.variants
-    return list(_to_draw(find_groups(report.results, variants), variants).values()) if variants else []
-
-
-def _shown(every: list[Group], variants: Variants) -> Iterator[tuple[Group, VariantTable]]:
-    """A group stands in each table and figure of which it has two variants."""
-    return ((group, where) for group in every for where in variants.tables if len(group.at(where)) > 1)
-
-
-def _to_draw(every: list[Group], variants: Variants) -> dict[tuple[str, str], tuple[Group, VariantTable]]:
-    """(figure, data set) -> the group with most of its variants, and of those the one with most epochs."""
-    found: dict[tuple[str, str], tuple[Group, VariantTable]] = {}
-    for group, where in _shown(every, variants):
+def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
+    """File name of a figure for a data set -> the group with most of its variants, and of those the one with most epochs."""
+    rivals: dict[str, list[tuple[Group, VariantTable]]] = {}
+    for group, where in _pair(report):
         if where.draw is not None:
-            key = (where.place, group.common["data"])
-            rivals = [found[key][0], group] if key in found else [group]
-            found[key] = max(rivals, key=lambda each: (len(each.at(where)), each.common["epochs"])), where
-    return found
+            rivals.setdefault(f"{where.figure}_{group.common['data']}.png", []).append((group, where))
+    return {name: max(pairs, key=lambda pair: (len(pair[0].at(pair[1])), pair[0].common["epochs"])) for name, pairs in rivals.items()}
 
 
-def _file_name(where: VariantTable, group: Group) -> str:
-    return f"{where.figure}_{group.common['data']}.png"
-
-
-def _rows_table(group: Group, where: VariantTable, results: Results, paper: Paper) -> Table:
+def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these weights."""
-    variants, ledger, members = paper.variants, paper.ledger, group.at(where)
-    plain = where.rows[variants.plain]
-    columns = ledger.table(plain.partition(".")[0]).columns
-    printed = [key for key in columns if where.columns is None or key in where.columns]
-    downstream = {name: _downstream_scores(results, source) for name, source in members.items()}
-    extra = [key for key in printed if key != TOP1 and any(key in scores for scores in downstream.values())]
-    printed = [key for key in printed if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
-    theirs = [f"paper: {_label(columns[key].label, columns[key].unit, key)}" for key in printed]
+    paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
+    columns = ledger.table(where.rows[paper.variants.plain].partition(".")[0]).columns
+    downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
+    asked = [key for key in columns if where.columns is None or key in where.columns]
+    extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
+    printed = [key for key in asked if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
+    theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
     measured = ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[key].label for key in extra))
-    head = ["", *theirs, *(f"ours: {name}" for name in measured)]
     rows: list[list[Piece]] = []
     for name, source in members.items():
-        m, scores, speed = source.metrics, downstream[name], group.throughput(name)
+        m, scores = source.metrics, downstream[name]
+        changes = ", ".join(f"{key} {value or 'all'}" for key, value in paper.variants.options[name].items())
         spread = m.get("top1_std_percent")
-        macs = m.get("macs_g")
-        ours: list[Piece] = [
-            number(f"{m['num_params'] / 1e6:.4g}"),
-            "–" if macs is None else number(f"{macs:.4g}"),
-            "–" if speed is None else number(f"{speed:.0f}"),
-            f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
-            *(number(f"{scores[key]:.1f}") if key in scores else "–" for key in extra),
-        ]
-        numbers = [find_printed(ledger, where.rows[name], key) for key in printed]
-        rows.append([_describe(paper, name), *("–" if text == "–" else number(text) for text in numbers), *ours])
-    return table(head, rows)
+        rows.append(
+            [
+                changes or paper.model,
+                *(_number(find_printed(ledger, where.rows[name], key)) for key in printed),
+                _number(m["num_params"] / 1e6, ".4g"),
+                _number(m.get("macs_g"), ".4g"),
+                _number(group.throughput(name), ".0f"),
+                f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
+                *(_number(scores.get(key), ".1f") for key in extra),
+            ]
+        )
+    return table(["", *theirs, *(f"ours: {name}" for name in measured)], rows)
 
 
-def _label(label: str, unit: str, key: str) -> str:
+def _number(value: float | str | None, form: str = "") -> Piece:
+    return "–" if value in (None, "–") else number(format(value, form))
+
+
+def _label(column: Column, key: str) -> str:
     if key == TOP1:
         return "Top-1 (%)"
-    return f"{label} ({unit})" if unit in ("M", "G") else label
-
-
-def _describe(paper: Paper, name: str) -> str:
-    changes = paper.variants.options[name]
-    return ", ".join(f"{key} {value or 'all'}" for key, value in changes.items()) or paper.model
+    return f"{column.label} ({column.unit})" if column.unit in ("M", "G") else column.label
 
 
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
@@ -241,9 +222,10 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     rows: list[list[Piece]] = []
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
-        theirs: Piece = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        needed: Piece = "over 1000" if pair.needed is None else number(pair.needed)
+        theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
         ours = f"{pair.difference:+.2f} [{pair.low:+.2f}, {pair.high:+.2f}]"
-        open_pair = pair.word == "not separated"
-        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed if open_pair else "–"])
+        needed: Piece = "–"
+        if pair.word == "not separated":
+            needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
+        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

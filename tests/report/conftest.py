@@ -10,12 +10,13 @@ import pytest
 from repro.core.paths import Paths
 from repro.core.record import write_record
 from repro.papers import load_primary
-from repro.report.claims import Report, Verdict, judge_paper
+from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
 from repro.report.paper import Paper
 from repro.report.results import Results
+from repro.report.verdicts import Verdict
 
 TOP = {"top1_percent": "top1", "top5_percent": "top5"}
 # stages of the graph -> their scores, as the table of stages has them

@@ -2,100 +2,57 @@
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ...core.figures import STYLES, new_figure, save_png
 from ...report.paper import Figure
 from ...report.variants import TOP1, Group
 
-_SWEEP = "repro efficiency --res 224..1280"
+# folder of our pictures, relative to results/ -> the command that draws them
+_COMMANDS = {"measured/*/efficiency": "repro efficiency --res 224..1280", "visualize": "repro visualize", "figures": "repro ablate --all"}
+
+
+def _figure(name: str, shows: str, folder: str | None = None, shared_with: str | None = None) -> Figure:
+    files = f"{folder}/fig{name}_*.png" if folder else None
+    return Figure(place=f"Fig. {name}", shows=shows, files=files, command=_COMMANDS.get(folder, ""), shared_with=shared_with)
+
+
 FIGURES = (
-    Figure(
-        place="Fig. 1",
-        files="measured/*/efficiency/fig1_*.png",
-        command=_SWEEP,
-        shows="DeiT, Vim and Vittt: accuracy, AP and mIoU, and speed and memory at high resolution. Our pictures are of its "
-        "multiply-adds, speed and memory; its accuracies are those of Tables 1 and 2",
+    _figure(
+        "1",
+        "DeiT, Vim and Vittt: accuracy, AP and mIoU, and speed and memory at high resolution. Our pictures are of its multiply-adds, speed "
+        "and memory; its accuracies are those of Tables 1 and 2",
+        "measured/*/efficiency",
     ),
-    Figure(place="Fig. 2", shows="the hidden state W, updated by a gradient step on each token"),
-    Figure(
-        place="Fig. 3",
-        files="visualize/fig3_*.png",
-        command="repro visualize",
-        shows="the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image",
+    _figure("2", "the hidden state W, updated by a gradient step on each token"),
+    _figure("3", "the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image", "visualize"),
+    _figure("4", "the architecture: patches, Vittt blocks, head"),
+    _figure("5", "the Vittt block, from vanilla TTT to the dual data sets and the Conv2d preprocessing"),
+    _figure(
+        "6",
+        "multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",
+        "measured/*/efficiency",
     ),
-    Figure(place="Fig. 4", shows="the architecture: patches, Vittt blocks, head"),
-    Figure(place="Fig. 5", shows="the Vittt block, from vanilla TTT to the dual data sets and the Conv2d preprocessing"),
-    Figure(
-        place="Fig. 6",
-        files="measured/*/efficiency/fig6_*.png",
-        command=_SWEEP,
-        shows="multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",
+    _figure("7a", "Top-1 accuracy against the mini-batch size b, 4 to 196", "figures"),
+    _figure("7b", "Top-1 accuracy against the number of learnable initial states W0: none, one shared, two", "figures"),
+    _figure(
+        "8",
+        "the effective receptive field of the central pixel: ResNet18, DeiT-T, Vim-T, and Vittt-T as vanilla TTT, + Dual, + Conv2d",
+        "visualize",
     ),
-    Figure(
-        place="Fig. 7a",
-        files="figures/fig7a_*.png",
-        command="repro ablate --all",
-        shows="Top-1 accuracy against the mini-batch size b, 4 to 196",
-    ),
-    Figure(
-        place="Fig. 7b",
-        files="figures/fig7b_*.png",
-        command="repro ablate --all",
-        shows="Top-1 accuracy against the number of learnable initial states W0: none, one shared, two",
-    ),
-    Figure(
-        place="Fig. 8",
-        files="visualize/fig8_*.png",
-        command="repro visualize",
-        shows="the effective receptive field of the central pixel: ResNet18, DeiT-T, Vim-T, and Vittt-T as vanilla TTT, + Dual, + Conv2d",
-    ),
-    Figure(
-        place="Fig. 9",
-        files="visualize/fig9_*.png",
-        command="repro visualize",
-        shared_with="Fig. 3",
-        shows="the Gradient Magnitude Map of Vittt-T before and after training",
-    ),
-    Figure(
-        place="Fig. 10",
-        files="visualize/fig10_*.png",
-        command="repro visualize",
-        shared_with="Fig. 3",
-        shows="the same for images of more classes, with the top 30 % of the tokens marked",
-    ),
-    Figure(
-        place="Fig. 11",
-        files="visualize/fig11_*.png",
-        command="repro visualize",
-        shows="the inner reconstruction loss of every token in each of 12 layers at epochs 0, 3 and 300, mean of 128 images",
+    _figure("9", "the Gradient Magnitude Map of Vittt-T before and after training", "visualize", "Fig. 3"),
+    _figure("10", "the same for images of more classes, with the top 30 % of the tokens marked", "visualize", "Fig. 3"),
+    _figure(
+        "11", "the inner reconstruction loss of every token in each of 12 layers at epochs 0, 3 and 300, mean of 128 images", "visualize"
     ),
 )
-
-
-def draw_fig7a(path: Path, group: Group, printed: Callable[[str | None, str], str]) -> Path:
-    """Fig. 7(a), accuracy against the chunk size b; see `_draw_fig7`."""
-    ticks = {"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"}
-    note = "in words: falls sharply from 4,\nworst at 64, then grows slightly"
-    return _draw_fig7(path, group, printed, ticks, "chunk size b (tokens)", note)
-
-
-def draw_fig7b(path: Path, group: Group, printed: Callable[[str | None, str], str]) -> Path:
-    """Fig. 7(b), accuracy against the number of learnable initial states; see `_draw_fig7`."""
-    ticks = {"w0_frozen": "0: frozen", "w0_shared": "1: shared", "conv2d": "2: per direction"}
-    return _draw_fig7(path, group, printed, ticks, "learnable initial states", "in words: more learnable states\nare better")
 
 
 def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str) -> Path:
     """Three panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs.
 
-    Args:
-        path: the PNG.
-        group: the trained variants.
-        printed: what the paper prints in a row and a column of its tables.
-        ticks: variant -> its label on the axis.
-        axis: the axis's label.
-        note: what the paper's panel shows, in words.
+    `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see `VariantTable.draw`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
     figure, (paper, ours, speed) = new_figure(3)
@@ -126,3 +83,17 @@ def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], st
         panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
     figure.tight_layout()
     return save_png(figure, path)
+
+
+draw_fig7a = partial(
+    _draw_fig7,
+    ticks={"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"},
+    axis="chunk size b (tokens)",
+    note="in words: falls sharply from 4,\nworst at 64, then grows slightly",
+)
+draw_fig7b = partial(
+    _draw_fig7,
+    ticks={"w0_frozen": "0: frozen", "w0_shared": "1: shared", "conv2d": "2: per direction"},
+    axis="learnable initial states",
+    note="in words: more learnable states\nare better",
+)

@@ -25,8 +25,7 @@ def run_variants(variant: str | None, *, data: str | None, seeds: int, epochs: i
     Args:
         variant: its name; None trains all.
         data: a cell of prepare_data; None takes that of pretrain's first Vittt.
-        seeds: trainings of each variant, with seeds 0, 1, ...
-        epochs: of each training; None takes as many as `pretrain`.
+        seeds, epochs: trainings of each variant, with seeds 0, 1, ..., and their length; None takes that of `pretrain`.
         jobs, speed: see `repro.training.grid.train_grid`.
 
     Raises:

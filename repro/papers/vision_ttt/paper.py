@@ -1,5 +1,6 @@
 """What the report needs of Vision-TTT, in one place."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ...report.paper import Contest, Paper, Question, Variants, VariantTable
@@ -7,16 +8,19 @@ from .figures import FIGURES, draw_fig7a, draw_fig7b
 from .formulas import vim_blocks_g, vit_g, vittt_g, vittt_trivial_g
 from .variants import TABLES_AND_FIGURES, VARIANTS
 
-# Fig. 7 prints no numbers; the text says which is better (entries text.fig7a.chunk and text.fig7b.initial_states)
-_FIG_7A = tuple((name, "chunk64") for name in TABLES_AND_FIGURES["Fig. 7(a)"] if name != "chunk64")
-_FIG_7B = (("conv2d", "w0_shared"), ("w0_shared", "w0_frozen"), ("conv2d", "w0_frozen"))
-_NOTE = "The paper prints no number of this figure but Vittt's own; its text says that {}."
+# (better, worse) by the text's words on Fig. 7 (entries text.fig7a.chunk and text.fig7b.initial_states)
+_CHUNKS = tuple((name, "chunk64") for name in TABLES_AND_FIGURES["Fig. 7(a)"] if name != "chunk64")
+_STATES = (("conv2d", "w0_shared"), ("w0_shared", "w0_frozen"), ("conv2d", "w0_frozen"))
 _OWN_ROWS = ("table1.vittt_*", "table2_*.vittt_*", "table3.*", "table4.*")
 _TOP1 = ("text.abstract.top1_*", "text.1.top1_*", "text.5_1.top1_*")
 
 
-def _figure_rows(place: str) -> dict[str, str | None]:
-    return {name: "table3.conv2d" if name == "conv2d" else None for name in TABLES_AND_FIGURES[place]}
+def _panel(name: str, says: str, draw: Callable[..., Path], orders: tuple[tuple[str, str], ...]) -> VariantTable:
+    """A panel of Fig. 7, which prints no number but Vittt's own."""
+    place, note = f"Fig. 7({name})", f"The paper prints no number of this figure but Vittt's own; its text says that {says}."
+    rows = {variant: "table3.conv2d" if variant == "conv2d" else None for variant in TABLES_AND_FIGURES[place]}
+    columns = ("fps", "top1_percent")
+    return VariantTable(place=place, rows=rows, columns=columns, orders=orders, note=note, figure=f"fig7{name}", draw=draw)
 
 
 PAPER = Paper(
@@ -80,24 +84,8 @@ PAPER = Paper(
             VariantTable(
                 place="Table 4", rows={name: f"table4.{'mean' if name == 'conv2d' else name}" for name in TABLES_AND_FIGURES["Table 4"]}
             ),
-            VariantTable(
-                place="Fig. 7(a)",
-                rows=_figure_rows("Fig. 7(a)"),
-                columns=("fps", "top1_percent"),
-                orders=_FIG_7A,
-                note=_NOTE.format("b = 64 is the worst"),
-                figure="fig7a",
-                draw=draw_fig7a,
-            ),
-            VariantTable(
-                place="Fig. 7(b)",
-                rows=_figure_rows("Fig. 7(b)"),
-                columns=("fps", "top1_percent"),
-                orders=_FIG_7B,
-                note=_NOTE.format("more learnable states are better"),
-                figure="fig7b",
-                draw=draw_fig7b,
-            ),
+            _panel("a", "b = 64 is the worst", draw_fig7a, _CHUNKS),
+            _panel("b", "more learnable states are better", draw_fig7b, _STATES),
         ),
         places="Tables 3 and 4, Fig. 7",
         stage="ablate",

@@ -65,12 +65,7 @@ DROP_PATH_BASE = 0.4  # ViT3-B's; this project's choice, as profiles/paper.yaml 
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Describe how a classifier is trained: the content of recipe.json, and lines for people.
-
-    Args:
-        params: the cell, with one seed.
-        facts: the further arguments of `resolve`.
-    """
+    """How a classifier is trained: the content of recipe.json, and lines for people. `facts`: the further arguments of `resolve`."""
     asked = dataclasses.asdict(params)
     resolved = resolve(asked, **facts)
     departs = departures(asked, resolved)
@@ -98,6 +93,18 @@ def resolve(
     per_epoch = params.get("steps_per_epoch") or train_images // batch
     total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
     peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
+    mix, augment = params["mix"], params["transform"]["auto_augment"]
+    inactive = {  # key path -> whether it has no effect, and why
+        "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),  # timm's test
+        "mix.prob": (not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
+        "mix.switch_prob": (not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
+        "optim.warmup_lr": (not optim["warmup_epochs"], "there is no warm-up"),
+    }
+    choices = {  # of this project, that are neither departures from the paper nor Swin's defaults
+        "no repeated augmentation: DeiT has it, Swin's code, on which the paper builds, has not": True,
+        "drop path 0.4: ViT3-B's; Swin's default is 0.1": params["model"] == VITTT[2] and params["drop_path"] == DROP_PATH_BASE,
+        "bf16 autocast: Swin's default is fp16 autocast": dtype == "bf16",
+    }
     resolved = {
         **{name: params[name] for name in ("model", "options", "drop_path", "epochs", "mix", "transform")},
         "seed": params["seeds"][0],
@@ -114,8 +121,8 @@ def resolve(
         "init": params.get("init"),
         "ema_decay": params.get("ema_decay"),
         "precision": {"dtype": dtype, "device": device, "backend": backend},
-        "inactive": _inactive(params),
-        "choices": _choices(params, dtype),
+        "inactive": {key: reason for key, (holds, reason) in inactive.items() if holds},
+        "choices": [choice for choice, holds in choices.items() if holds],
     }
     return json.loads(json.dumps(resolved))  # tuples become lists, as they are in the record
 
@@ -125,7 +132,10 @@ def departures(params: Mapping, resolved: Mapping) -> list[str]:
 
     GPUs and accumulation, which keep the batch, do not count, nor do keys without effect. Takes the argument and the result of `resolve`.
     """
-    ours = {**RECIPE[VARIED], "ema_decay": None, **_flat(params)}
+    flat = {}
+    for key, value in params.items():
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
+    ours = {**RECIPE[VARIED], "ema_decay": None, **flat}
     wanted = {key: (value, source) for source, values in RECIPE.items() for key, value in values.items()}
     if params["model"] == VITTT[2]:
         wanted["drop_path"] = (DROP_PATH_BASE, VIT3_B)
@@ -175,28 +185,6 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     return [f"{name:<13}  {text}" for name, text in rows] + (verdict or [NO_DEPARTURE])
 
 
-def _inactive(params: Mapping) -> dict[str, str]:
-    """Key path -> why it has no effect."""
-    mix, augment = params["mix"], params["transform"]["auto_augment"]
-    reasons = (
-        ("transform.color_jitter", augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),  # timm's test
-        ("mix.prob", not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
-        ("mix.switch_prob", not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
-        ("optim.warmup_lr", not params["optim"]["warmup_epochs"], "there is no warm-up"),
-    )
-    return {key: reason for key, holds, reason in reasons if holds}
-
-
-def _choices(params: Mapping, dtype: str) -> list[str]:
-    """Choices of this project that are neither departures from the paper nor Swin's defaults."""
-    choices = (
-        ("no repeated augmentation: DeiT has it, Swin's code, on which the paper builds, has not", True),
-        ("drop path 0.4: ViT3-B's; Swin's default is 0.1", params["model"] == VITTT[2] and params["drop_path"] == DROP_PATH_BASE),
-        ("bf16 autocast: Swin's default is fp16 autocast", dtype == "bf16"),
-    )
-    return [choice for choice, holds in choices if holds]
-
-
 def _same(ours: Any, wanted: Any) -> bool:
     if wanted is None:
         return not ours  # a strength of 0 switches it off
@@ -212,10 +200,3 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _flat(params: Mapping) -> dict[str, Any]:
-    flat = {}
-    for key, value in params.items():
-        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat

@@ -1,0 +1,177 @@
+"""The verdict on an entry: its status, how it is written on every page alike, and what claims.csv and claims.json hold of it."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .arithmetic import decimals
+from .document import Line, Mark, Piece, number
+from .ledger import Entry
+from .results import SpeedGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status(Mark):
+    """A status of an entry: its word is as claims.csv has it, its text stands for it in a table."""
+
+    means: str  # a sentence for the legend
+    counted: str  # how many entries have it, as part of a sentence
+
+
+MATCHED = Status(
+    "✓",
+    "matched",
+    means="ours, rounded to the paper's printed digits, is the paper's number; ✓ᵗ where it takes truncation instead",
+    counted="{} match",
+)
+DIFFERS = Status("≠", "differs", means="ours is another number; the difference ours − paper is in parentheses", counted="{} differ")
+NOT_MEASURED = Status(
+    "–",
+    "not measured",
+    means="we have no number under the paper's conditions; the reasons and the commands are listed below",
+    counted="{} are not measured",
+)
+INCONSISTENT = Status(
+    "⚠",
+    "paper inconsistent",
+    means="the paper contradicts itself, or a count of the model that it names; the evidence is listed below",
+    counted="in {} the paper contradicts itself",
+)
+STATUSES = {each.word: each for each in (MATCHED, DIFFERS, NOT_MEASURED, INCONSISTENT)}
+TRUNCATED = Mark("✓ᵗ", MATCHED.word, "matched by truncation")
+KINDS = {
+    "count": "parameters, FLOPs",
+    "accuracy": "accuracy (Top-1, AP, mIoU)",
+    "speed": "speed, memory",
+    "statement": "statements, formulas",
+    "setting": "settings, definitions",
+    "data": "sizes of data sets",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's."""
+
+    group: SpeedGroup  # the rows that it was taken from
+    value: float | bool  # the paper's quantity, or whether the statement holds there; with unfused attention, as in the paper
+    fused: float | bool | None  # the same with the fused attention that users run; None where it has no baseline, or no such row
+    baseline: str  # its name
+    unit: str  # the quantity's unit
+    parts: tuple[int, int]  # how many of a statement's comparisons were measured, and how many there are
+
+    def format(self, value: float | bool | None) -> str:
+        """`value`, which is this one's `value` or `fused`, in words."""
+        if value is None:
+            return "–"
+        if isinstance(value, bool):
+            measured, there_are = self.parts
+            scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
+            return _format_bool(value) + scope
+        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}"
+
+    def __str__(self) -> str:
+        fused = "" if self.fused is None else f"; against fused {self.baseline} {self.format(self.fused)}"
+        return f"{self.format(self.value)} ({self.group}{fused})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What code found out about one entry."""
+
+    entry: Entry
+    status: str  # a key of `STATUSES`; `paper inconsistent` goes before the others, which compare ours with the paper's
+    ours: float | bool | None = None  # our number, or whether the statement holds for ours; None where nothing was measured
+    how: str | None = None  # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
+    delta: float | None = None  # ours − paper; None for statements and where nothing was measured
+    evidence: str | None = None  # why the paper contradicts itself
+    reason: str | None = None  # why nothing was measured
+    command: str | None = None  # what would measure it
+    elsewhere: tuple[Elsewhere, ...] = ()  # under other conditions than the paper's; it is shown and not compared
+    sources: tuple[str, ...] = ()  # the records that ours was read from
+    checks: int = 0  # how many relations to the paper's own numbers could be decided
+    violations: int = 0  # how many of them do not hold
+
+
+def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """How many verdicts have each status."""
+    return Counter(verdict.status for verdict in verdicts)
+
+
+def format_counts(verdicts: Iterable[Verdict]) -> str:
+    """E.g. `47 matched, 8 differs`, without the statuses that none has."""
+    counts = count_statuses(verdicts)
+    return ", ".join(f"{counts[word]} {word}" for word in STATUSES if counts[word])
+
+
+def describe_counts(verdicts: Iterable[Verdict]) -> str:
+    """The same as a sentence: `47 match and 8 differ`."""
+    counts = count_statuses(verdicts)
+    *parts, last = [status.counted.format(counts[word]) for word, status in STATUSES.items() if counts[word]]
+    return f"{', '.join(parts)} and {last}" if parts else last
+
+
+def format_ours(verdict: Verdict) -> Piece:
+    """Our number, or whether the statement holds for ours."""
+    ours = verdict.ours
+    if ours is None:
+        return "–"
+    return _format_bool(ours) if isinstance(ours, bool) else number(_format_like(ours, verdict))
+
+
+def format_delta(verdict: Verdict) -> str:
+    """Ours − paper, with as many decimals as ours is written with; empty where there is no difference of numbers."""
+    if verdict.delta is None:
+        return ""
+    return f"{'−' if verdict.delta < 0 else '+'}{_format_like(abs(verdict.delta), verdict)}"
+
+
+def status_line(verdict: Verdict) -> Line:
+    """The mark of the status, how far ours is from the paper's where it differs; after a contradiction also how ours compares."""
+    status = STATUSES[verdict.status]
+    if verdict.ours is None:
+        return (status,)
+    compared: Line = (TRUNCATED if verdict.how == "truncation" else MATCHED,)
+    if not verdict.how:
+        compared = (DIFFERS,) if verdict.delta is None else (DIFFERS, f" ({format_delta(verdict)})")
+    return (status, " ", *compared) if status is INCONSISTENT else compared
+
+
+def significant(value: float | None) -> str:
+    """Three significant digits, never in exponent form."""
+    if value is None:
+        return "–"
+    places = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
+    return f"{value:.{places}f}"
+
+
+def export_json(version: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """All entries of a version of a paper, and how many have each status."""
+    counts = count_statuses(verdicts)
+    summary = {**{word: counts[word] for word in STATUSES}, "entries": len(verdicts)}
+    return {"paper": version, "summary": summary, "entries": list(map(_export, verdicts))}
+
+
+def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
+    """All entries as rows of a table, whose lists are one text each."""
+    return [{name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(verdict).items()} for verdict in verdicts]
+
+
+def _export(verdict: Verdict) -> dict[str, Any]:
+    entry = verdict.entry
+    about = {name: getattr(entry, name) for name in ("id", "kind", "place", "says", "unit")}
+    found = {name: getattr(verdict, name) for name in ("ours", "status", "how", "delta", "evidence", "reason", "command")}
+    return {**about, "paper": entry.printed, **found, "elsewhere": list(map(str, verdict.elsewhere)), "sources": list(verdict.sources)}
+
+
+def _format_bool(holds: bool) -> str:
+    return "holds" if holds else "does not hold"
+
+
+def _format_like(value: float, verdict: Verdict) -> str:
+    """`value` with the decimals that ours needs for four significant digits, or one more than the paper prints if that is more."""
+    leading = 3 - math.floor(math.log10(abs(verdict.ours))) if verdict.ours else 0
+    text = f"{value:.{max(decimals(verdict.entry.printed) + 1, leading)}f}"
+    return text.rstrip("0").rstrip(".") if float(value).is_integer() else text
