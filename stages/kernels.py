@@ -5,7 +5,6 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -110,7 +109,7 @@ def resources(op: Op = None) -> None:
     replace_block(paths.root / DOCS, RESOURCES_BLOCK, text.resources_table(metrics["rows"]))
 
 
-def _find_operators(op: str | None) -> list[ModuleType]:
+def _find_operators(op: str | None) -> list[Any]:
     """The cases of the operator of that name; of all operators without one."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("kernels: the package triton is not installed; PyTorch's CUDA builds bring it (Linux)")

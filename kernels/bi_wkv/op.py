@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import dispatch
 from ..custom_op import CustomOp
 from . import torch_path
-from .reference import bi_wkv_formula
+from .reference import Arguments, bi_wkv_formula
 
 
 def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> Tensor:
@@ -46,11 +46,7 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
     dispatch.check_leading("bi_wkv", "k", k, "(B,T,C)", (None, None, None))
     shapes = {"w": (k.shape[2],), "u": (k.shape[2],), "k": tuple(k.shape), "v": tuple(k.shape)}
     dispatch.check_others("bi_wkv", "k", tensors, shapes, ("k", "v"))
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        with dispatch.no_autocast(k.device.type):
-            return bi_wkv_formula(w, u, k, v)
-    return CUSTOM_OP(w, u, k, v, backend=backend)
+    return CUSTOM_OP(Arguments(w, u, k, v), backend)
 
 
 def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
@@ -77,11 +73,6 @@ def _load_triton():
     return triton_fwd, triton_bwd
 
 
-def _find_modules(backend, x):
-    chosen = selected_backend(backend, x.k.device, dtype=x.k.dtype)
-    return (torch_path, torch_path) if chosen == "torch" else _load_triton()
-
-
 def forward_flops(shape: Sequence[int]) -> int:
     """For k of shape (B,T,C): 2 for each of the 6 multiply-adds of a token and channel.
 
@@ -103,9 +94,12 @@ def backward_flops(shape: Sequence[int]) -> int:
 
 CUSTOM_OP = CustomOp(
     "bi_wkv",
-    "Tensor w, Tensor u, Tensor k, Tensor v",
+    Arguments,
     leading="k",
-    find_modules=_find_modules,
+    select=lambda backend, x: selected_backend(backend, x.k.device, dtype=x.k.dtype),
+    reference=lambda x: bi_wkv_formula(*x),
+    torch_path=torch_path,
+    load_triton=_load_triton,
     result_shapes=lambda module, x, keep_states: (x.k.shape, module.states_shape(x.k.shape, keep_states)),
     forward_flops=lambda x: forward_flops(x.k),
     backward_flops=lambda x: backward_flops(x.k),

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import dispatch
 from ..custom_op import CustomOp
 from . import torch_path
-from .reference import ms_deform_attn_formula
+from .reference import Arguments, ms_deform_attn_formula
 
 
 def ms_deform_attn(
@@ -47,11 +47,7 @@ def ms_deform_attn(
         TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
     """
     _check(value, shapes, locations, weights)
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        with dispatch.no_autocast(value.device.type):
-            return ms_deform_attn_formula(value, shapes, locations, weights)
-    return CUSTOM_OP(value, [size for shape in shapes for size in shape], locations, weights, backend=backend)
+    return CUSTOM_OP(Arguments(value, [size for shape in shapes for size in shape], locations, weights), backend)
 
 
 def selected_backend(
@@ -80,12 +76,6 @@ def _load_triton():
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd
-
-
-def _find_modules(backend, x):
-    """`x.shapes` is flat: h, w, h, w, …"""
-    chosen = selected_backend(backend, x.value.device, head_dim=x.value.shape[3], levels=len(x.shapes) // 2, dtype=x.value.dtype)
-    return (torch_path, torch_path) if chosen == "torch" else _load_triton()
 
 
 def _check(value, shapes, locations, weights):
@@ -126,9 +116,14 @@ def backward_flops(samples_shape: Sequence[int], channels: int) -> int:
 
 CUSTOM_OP = CustomOp(
     "ms_deform_attn",
-    "Tensor value, SymInt[] shapes, Tensor locations, Tensor weights",
+    Arguments,
     leading="value",
-    find_modules=_find_modules,
+    select=lambda backend, x: selected_backend(
+        backend, x.value.device, head_dim=x.value.shape[3], levels=len(x.shapes) // 2, dtype=x.value.dtype
+    ),
+    reference=lambda x: ms_deform_attn_formula(x.value, list(zip(x.shapes[::2], x.shapes[1::2], strict=True)), x.locations, x.weights),
+    torch_path=torch_path,
+    load_triton=_load_triton,
     result_shapes=lambda module, x: ((*x.locations.shape[:3], x.value.shape[3]),),
     forward_flops=lambda x: forward_flops(x.weights, x.value[-1]),
     backward_flops=lambda x: backward_flops(x.weights, x.value[-1]),

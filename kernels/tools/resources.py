@@ -13,14 +13,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from .check import compiler_options, describe
 
 TARGETS = 80, 89, 90
 INSTRUCTIONS = "HMMA", "HGMMA", "LDL", "STL", "BAR"
@@ -64,7 +61,18 @@ class Compilation:
         )
 
 
-def source_hash(cases: ModuleType) -> str:
+def compiler_options(config: triton.Config) -> dict[str, int]:
+    """What a config tells the compiler; without maxnreg it is free."""
+    chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def describe(config: triton.Config) -> dict[str, int]:
+    """A config as results have it: its constants and `compiler_options`."""
+    return {**config.kwargs, **compiler_options(config)}
+
+
+def source_hash(cases: Any) -> str:
     """The first 16 hex digits of a SHA-256 of what the compiler gets of an operator's kernels.
 
     That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout, and the
@@ -102,7 +110,7 @@ def _nest(node: Any) -> Any:
     return [type(node).__name__, *([name, _nest(value)] for name, value in fields.items())]
 
 
-def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:
+def rows(cases: Any) -> Iterator[dict[str, Any]]:
     """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled.
 
     A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype, target,
@@ -114,7 +122,7 @@ def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:
         yield {**labels, **compilation.read(target)}
 
 
-def planned(cases: ModuleType) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
+def planned(cases: Any) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
     """For each of `rows`, in their order: its first six keys, what to compile, and for which target."""
     for one in cases.compilations():
         for target in TARGETS:
