@@ -1,7 +1,8 @@
 """How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and FLOP formulas.
 
-To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation,
-whatever backend runs inside.
+To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation.
+Which of the backends `torch` and `triton` runs is decided inside it, from device, dtype and sizes. Triton's files, and Triton with
+them, are imported nowhere else. The backend `reference` is plain operations under autograd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,23 +73,23 @@ class CustomOp:
         self._is_tensor = [type_.startswith("Tensor") for type_ in declared.values()]
         self._has_states = "states" in kept
         self._select, self._reference, self._torch_path, self._load_triton = select, reference, torch_path, load_triton
-        self._result_shapes, self._forward_flops, self._backward_flops = result_shapes, forward_flops, backward_flops
+        self._result_shapes = result_shapes
 
         inputs = ", ".join(f"{type_} {argument}" for argument, type_ in declared.items()) + ", str backend"
         more, results = (", bool keep_states", "(Tensor, Tensor)") if self._has_states else ("", "Tensor")
-        gradients = ", ".join(["Tensor"] * sum(self._is_tensor))
+        self.forward = self._register(name, f"({inputs}{more}) -> {results}", self._run_forward, self._fake_forward)
         given = "".join(f"Tensor {result}, " for result in ("dout", *kept))
-        self.forward = self._register(name, self._run_forward, self._fake_forward, f"({inputs}{more}) -> {results}", self._count_forward)
-        self.backward = self._register(
-            f"{name}_backward", self._run_backward, self._fake_backward, f"({given}{inputs}) -> ({gradients})", self._count_backward
-        )
+        gradients = ", ".join(["Tensor"] * sum(self._is_tensor))
+        self.backward = self._register(f"{name}_backward", f"({given}{inputs}) -> ({gradients})", self._run_backward, self._fake_backward)
         self.forward.register_autograd(self._differentiate, setup_context=self._save_for_backward)
         self.backward.register_autograd(self._refuse_second_derivative)
+        operations = getattr(torch.ops, NAMESPACE)
+        register_flop_formula(getattr(operations, name))(lambda *shapes, **_: forward_flops(self._split_forward(shapes)[0]))
+        register_flop_formula(getattr(operations, f"{name}_backward"))(lambda *shapes, **_: backward_flops(self._split_backward(shapes)[1]))
 
-    def _register(self, name: str, run: Callable, fake: Callable, schema: str, count_flops: Callable) -> Any:
+    def _register(self, name: str, schema: str, run: Callable, fake: Callable) -> Any:
         operation = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
         operation.register_fake(fake)
-        register_flop_formula(getattr(getattr(torch.ops, NAMESPACE), name))(count_flops)
         return operation
 
     def __call__(self, x: Any, backend: str) -> Tensor:
@@ -168,9 +169,3 @@ class CustomOp:
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
-
-    def _count_forward(self, *shapes: Any, out_shape: Any = None) -> int:
-        return self._forward_flops(self._split_forward(shapes)[0])
-
-    def _count_backward(self, *shapes: Any, out_shape: Any = None) -> int:
-        return self._backward_flops(self._split_backward(shapes)[1])

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from repro.core.errors import RunError, UserError, did_you_mean
+from repro.core.packages import version
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, read_json, replace_block, versions, write_record
 from repro.core.runtime import device_label, device_slug, gpu_names
@@ -82,7 +83,7 @@ def bench() -> None:
     rows = [row for cases in chosen for row in _print_each(tools.rows(cases, device), text.format_bench)]
     metrics = {"rows": rows, "summary": {cases.NAME: tools.summarise(cases, rows) for cases in chosen}, "driver": gpu_names()}
     metrics |= {"op": memory_reference_over_kernel(device), "tuned": [each for cases in chosen for each in tools.tuned_configs(cases)]}
-    metrics |= {key: tools.find_version(package) for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
+    metrics |= {key: version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
     label = device_label(device)
     _write(paths, paths.measured(device_slug(device)) / "kernels.json", metrics, "bench", label, started)
     replace_block(paths.root / DOCS, BENCH_BLOCK, text.bench_table(metrics, label))

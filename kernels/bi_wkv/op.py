@@ -1,10 +1,4 @@
-"""The public operator Bi-WKV: argument checks, choice of a backend, FLOP count.
-
-The backends `torch` and `triton` are one custom op; which of them runs is decided inside it, from the device and the dtype. The
-Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain operations under autograd.
-
-Shape letters: B images, T tokens, C channels.
-"""
+"""The public operator Bi-WKV: argument checks, choice of a backend, FLOP count. Shape letters as in `reference`."""
 
 from collections.abc import Sequence
 
@@ -55,14 +49,7 @@ def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.d
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
     under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device.
     `reference` is the equation over all pairs of tokens under autograd. `auto` takes `triton` on a GPU that can run it, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        dtype: k's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `dtype` is k's. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "k", _load_triton, dtype)
 

@@ -17,9 +17,7 @@ total = 2^E [num, den] and g is out's gradient, and with ⟨a, b⟩ = a[0] b[0] 
     dv = 2^k adjoint_total[0]       dk = ⟨token, adjoint_total⟩       du = Σ_t 2^U ⟨token, adjoint_token⟩
     dw = −Σ_t 2^{−W} (⟨left_t, adjoint_right_t⟩ + ⟨right_t, adjoint_left_t⟩)
 
-since a token between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair.
-
-Shape letters: B images, T tokens, C channels.
+since a token between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair. Shape letters as in `reference`.
 """
 
 import functools

@@ -1,9 +1,6 @@
 """The public operator multi-scale deformable attention: argument checks, choice of a backend, FLOP count.
 
-The backends `torch` and `triton` are one custom op; which of them runs is decided inside it, from the device and the sizes. The
-Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain operations under autograd.
-
-Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head.
+Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -60,14 +57,7 @@ def selected_backend(
     `grid_sample` with its own backward pass, for any device and any size; on CUDA, that pass adds up the gradient of value in any
     order, and refuses to run where torch is to be deterministic. `reference` is the equation point by point under autograd. `auto`
     takes `triton` on a GPU that can run these sizes, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        head_dim, levels, dtype: C, L, and value's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `head_dim`, `levels` and `dtype` are C, L and value's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "value", _load_triton, dtype, int(head_dim), levels)
 

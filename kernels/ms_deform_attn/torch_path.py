@@ -2,8 +2,7 @@
 
 A level's map is sampled for all heads at once, each head as a sample of the batch, and its points are then summed with their weights.
 The backward pass keeps only the inputs and samples again. On CUDA, `grid_sample` adds up the gradient of the map in no fixed order.
-
-Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head, N = B·M.
+Shape letters as in `reference`, and N = B·M.
 """
 
 from collections.abc import Iterator

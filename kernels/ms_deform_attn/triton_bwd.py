@@ -11,9 +11,7 @@ writes down each sample's cell, which is the square between four pixels where it
 The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order. Here the samples are sorted by
 their cell, with torch's stable sort of one int for each. The second kernel works by pixels: a program for each pixel and head adds up
 the samples of the four cells around it in their sorted order, and two runs give the same bits. Neighbouring cells of a row follow
-each other in the order; the four cells are two stretches of it.
-
-Shape letters as in `triton_fwd`.
+each other in the order; the four cells are two stretches of it. Shape letters as in `reference`.
 """
 
 import torch

@@ -5,9 +5,7 @@ neighbours are loaded at once, and a thread has a few neighbouring channels of a
 other are the heads of one query, and these lie side by side in the value, too.
 
 The levels' sizes are plain arguments and not compile-time constants, so that images of a new size compile nothing; hence the bound
-on the number of levels. Coordinates, samples and sums are fp32.
-
-Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head.
+on the number of levels. Coordinates, samples and sums are fp32. Shape letters as in `reference`.
 """
 
 import torch

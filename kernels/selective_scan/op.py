@@ -1,11 +1,6 @@
 """The public operator selective scan: argument checks, choice of a backend, FLOP count.
 
-The backends `torch` and `triton` are one custom op over a direction axis of length 1 or 2; which of them runs is decided inside it,
-from the device and the sizes. The Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain
-operations under autograd.
-
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
-equations.
+The custom op has a direction axis of length 1 or 2. Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -99,14 +94,7 @@ def selected_backend(backend: str, device: torch.device | str, *, state_dim: int
     under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
     `reference` is the recurrence under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU
     that can run these sizes, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        state_dim, dtype: N, and u's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `state_dim` and `dtype` are N and u's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "u", _load_triton, int(state_dim), dtype)
 

@@ -2,7 +2,8 @@
 
 Plain PyTorch operations, token by token, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
 
-Shape letters: B images, T tokens, E channels, N states of a channel; the tensors B, C and D are those of the equations.
+Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
+equations.
 """
 
 from collections.abc import Sequence

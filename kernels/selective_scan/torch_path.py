@@ -16,8 +16,7 @@ a_t = exp(Δ_t A), dy = dL/dy and g_t = dL/dh_t:
     dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
     dΔ_t = u_t Σ_n g_t B_t + Σ_n p_t A      dA = Σ_t Δ_t p_t                     dD = Σ_t dy_t u_t
 
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel, b images and L tokens of a tile; the tensors
-B, C and D are those of the equations. A row is one vector of width E or N; there are B·T·R.
+Shape letters as in `reference`, and b images and L tokens of a tile. A row is one vector of width E or N; there are B·T·R.
 """
 
 import math

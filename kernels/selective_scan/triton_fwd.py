@@ -7,10 +7,7 @@ its tokens from the end. The next token is loaded while this one is computed.
 exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
 u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be slices of a
-projection's output.
-
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
-equations.
+projection's output. Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence

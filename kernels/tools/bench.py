@@ -9,7 +9,6 @@ not here.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -67,8 +66,9 @@ def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]
 def _measured(
     cases: Cases, name: str, sizes: Sizes, passes: str, device: torch.device, copy_ms: float | None, make: Callable[[], Callable[[], Any]]
 ) -> dict[str, Any]:
+    row = _blank(cases, name, sizes, passes)
     if name not in OURS and (reason := cases.missing(name)):
-        return _blank(cases, name, sizes, passes, "unavailable") | {"reason": reason}
+        return row | {"status": "unavailable", "reason": reason}
     try:
         step = make()
         step()  # compiles and tunes
@@ -77,12 +77,12 @@ def _measured(
         torch.cuda.reset_peak_memory_stats(device)
         step()
         peak = torch.cuda.max_memory_allocated(device) - held
-        return _filled(cases, name, sizes, passes, times(step), copy_ms, peak / 2**20)
+        return _filled(row, times(step), copy_ms, peak / 2**20)
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
-        return _blank(cases, name, sizes, passes, "oom") | failure(error)
+        return row | {"status": "oom"} | failure(error)
     except Exception as error:  # whatever other people's code raises costs one row and not an hour of measuring
-        return _blank(cases, name, sizes, passes, "failed") | failure(error)
+        return row | {"status": "failed"} | failure(error)
 
 
 def times(step: Callable[[], Any]) -> list[float]:
@@ -93,20 +93,17 @@ def times(step: Callable[[], Any]) -> list[float]:
     return taken
 
 
-def _blank(cases: Cases, name: str, sizes: Sizes, passes: str, status: str) -> dict[str, Any]:
-    row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16", "status": status}
+def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
+    row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16", "status": "ok"}
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
     return row | dict.fromkeys(numbers) | {"samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
 
 
-def _filled(
-    cases: Cases, name: str, sizes: Sizes, passes: str, taken: list[float], copy_ms: float | None, peak_mib: float
-) -> dict[str, Any]:
-    row = _blank(cases, name, sizes, passes, "ok")
+def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak_mib: float) -> dict[str, Any]:
     low, median, high = (torch.tensor(taken).quantile(p).item() for p in (0.2, 0.5, 0.8))
-    row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
+    row = row | {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
-    if name == "copy":
+    if row["implementation"] == "copy":
         return row | {"gflop": None, "reason": "a copy computes nothing, and the shares refer to it"}
     row["tflop_per_s"] = row["gflop"] / median
     if copy_ms is None:
@@ -141,11 +138,3 @@ def tuned_configs(cases: Cases) -> list[dict[str, Any]]:
         for kernel, tuner in cases.tuners()
         for key, config in tuner.cache.items()
     ]
-
-
-def find_version(distribution: str) -> str:
-    """The version of an installed package, or `not installed`."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,10 +1,6 @@
 """The public operator TTT-Linear: argument checks, choice of a backend, FLOP count.
 
-The backends `torch` and `triton` are one custom op over a direction axis of length 1 or 2; which of them runs is decided inside it,
-from the device and the sizes. The Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain
-operations under autograd.
-
-Shape letters: B images, T tokens, R directions, H heads, D head width.
+The custom op has a direction axis of length 1 or 2. Shape letters as in `reference`.
 """
 
 import math
@@ -121,14 +117,7 @@ def selected_backend(
     under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
     `reference` is the dual form under autograd: the same function and FLOP count, but slower, and with the memory that autograd
     needs. `auto` takes `triton` on a GPU that can run these sizes, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        head_dim, chunk_size, dtype: D, the chunk size, and q's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of `dispatch.choose_backend`.
     """
     gpu = dispatch.find_gpu(device)
     shared_kib = gpu.shared_memory_per_block_optin // 1024 if gpu else None

@@ -3,7 +3,7 @@
 No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd, in fp64 for
 fp64 inputs and in fp32 otherwise.
 
-Shape letters: B batch, T tokens, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last one may be short).
+Shape letters: B images, T tokens, R directions, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last one may be short).
 """
 
 from collections.abc import Sequence
@@ -70,14 +70,9 @@ def ttt_linear_dual(
     Five matrix products per chunk (KW, QW, QKᵀ, AG, KᵀG): (3D + 2n) · H·D multiply-adds per token.
 
     Args:
-        q, k, v: (B,T,H,D), any floating dtype.
-        lr: (B,T,H), inner learning rates.
-        token_scale: (chunk_size,), c of the equations.
-        W0: (H,D,D), start weight, row-vector convention Z = KW + β.
-        b0, ln_weight, ln_bias: (H,D), start bias β and the inner LayerNorm's γ and μ; None for `plain`, which has no such.
-        chunk_size: tokens per inner gradient step; may exceed T.
-        reverse: scan from the last token to the first; chunks are cut from that end.
-        eps: added to the variance in the LayerNorms.
+        q, k, v: (B,T,H,D), any floating dtype. lr: (B,T,H). token_scale: (chunk_size,). W0: (H,D,D).
+        b0, ln_weight, ln_bias: (H,D); None for `plain`, which has no such.
+        chunk_size, reverse, eps: as of `op.ttt_linear`.
         inner: `ln`, the layer as it is used, or `plain`, the variant of the paper's Algorithm 1 and of its theorems.
         return_inner: also return what the inner learner did.
 

@@ -17,8 +17,8 @@ With u = dL/dG, dg = dL/dg = √D/h · proj(u), P = c[n−1] lr ⊙ K, and S' = 
     u  = −Aᵀ dO − P dS'                   dZ = (√D proj(γ² dg) − (g·x) dg − (u·x) G − (u·G) x) / h
     dP = −G dS'ᵀ                          dS = dS' + Kᵀ dZ + Qᵀ dO
 
-Shape letters: B images, T tokens, R directions, H heads, D head width, G = B·R·H groups, m chunks of a segment, n tokens of
-a chunk. A row is one vector of width D of q, k or v; there are B·T·R·H.
+Shape letters as in `reference`, and G = B·R·H groups, m chunks of a segment, n tokens of a chunk. A row is one vector of width D of
+q, k or v; there are B·T·R·H.
 """
 
 import math

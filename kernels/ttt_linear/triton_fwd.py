@@ -16,7 +16,7 @@ product with ones sums over the tokens without a shuffle. Only full chunks chang
 state's step is always the last c. Where G is an operand it includes lr; A does not.
 
 A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and contributes to no sum.
-Shape letters: B batch, T tokens, R directions, H heads, D head width.
+Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence

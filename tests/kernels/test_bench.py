@@ -139,8 +139,8 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "installed", lambda: False)
     unavailable = bench._measured(cases, "fla chunk", sizes, FORWARD, CPU, 1.0, broken)
     assert unavailable["status"] == "unavailable"
-    copied = bench._filled(cases, "copy", sizes, FORWARD, [1.0, 2.0, 3.0], None, 0.0)
-    ours = bench._filled(cases, "triton", sizes, FORWARD, [1.0, 2.0, 3.0], 1.0, 5.0)
+    copied = bench._filled(bench._blank(cases, "copy", sizes, FORWARD), [1.0, 2.0, 3.0], None, 0.0)
+    ours = bench._filled(bench._blank(cases, "triton", sizes, FORWARD), [1.0, 2.0, 3.0], 1.0, 5.0)
     assert ours["share_of_copy_percent"] == 50 and ours["gb_per_s"] == pytest.approx(sizes.bytes(FORWARD) / 2 / 1e6)
     config = cases.configs(torch.bfloat16)[0][0]
     write_record(tmp_path, {"rows": [row, unavailable, copied, ours, {"config": check.describe(config)}]}, {}, 0.0)
