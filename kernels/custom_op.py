@@ -1,20 +1,32 @@
 """How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and FLOP formulas.
 
-To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation,
-whatever backend runs inside.
+To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation.
+Which of the backends `torch` and `triton` runs is decided inside it, from device, dtype and sizes. Triton's files, and Triton with
+them, are imported nowhere else. The backend `reference` is plain operations under autograd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .dispatch import compute_dtype, no_autocast
+from .dispatch import LoadTriton, check_backend, compute_dtype, no_autocast
 
 NAMESPACE = "vision_ttt"
+
+
+# what torch.library's schemas call the types of arguments
+SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    Sequence[int]: "SymInt[]",
+    Sequence[bool]: "bool[]",
+}
 
 
 class CustomOp:
@@ -25,13 +37,17 @@ class CustomOp:
     `backward` is `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, which is
     empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
 
-    The functions below get the operator's arguments as attributes of one object, such as `x.q` and `x.chunk_size`.
+    A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), of one object x with all arguments:
+    out in the leading argument's dtype; each gradient in its argument's shape and dtype.
 
     Args:
         name: of the operator.
-        arguments: their types and names as torch.library's schemas write them, such as `Tensor q, SymInt chunk_size`.
+        arguments: the NamedTuple class of x.
         leading: the argument whose dtype and device the output has.
-        find_modules: (backend, x) -> the modules that run, one with `forward` and one with `backward`; may raise a ValueError.
+        select: (backend, x) -> the backend that runs, `torch` or `triton`; may raise a ValueError.
+        reference: x -> the output, by plain operations under autograd.
+        torch_path: the module of the backend `torch`.
+        load_triton: imports the modules of the backend `triton`.
         result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (that of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.
         kept: the results of `forward` that `backward` takes, of `out` and `states`.
@@ -40,100 +56,107 @@ class CustomOp:
     def __init__(
         self,
         name: str,
-        arguments: str,
+        arguments: type,
         *,
         leading: str,
-        find_modules: Callable[[str, Any], tuple[ModuleType, ModuleType]],
+        select: Callable[[str, Any], str],
+        reference: Callable[[Any], Tensor],
+        torch_path: ModuleType,
+        load_triton: LoadTriton,
         result_shapes: Callable[..., Sequence[Sequence[int]]],
         forward_flops: Callable[[Any], int],
         backward_flops: Callable[[Any], int],
         kept: Sequence[str] = ("states",),
     ):
-        declared = [argument.split() for argument in arguments.split(", ")]
-        self.name, self.leading, self.kept = name, leading, kept
-        self._names = [argument for _, argument in declared]
-        self._is_tensor = [type_.startswith("Tensor") for type_, _ in declared]
+        declared = {argument: SCHEMA_TYPES[type_] for argument, type_ in get_type_hints(arguments).items()}
+        self.name, self.arguments, self.leading, self.kept = name, arguments, leading, kept
+        self._is_tensor = [type_.startswith("Tensor") for type_ in declared.values()]
         self._has_states = "states" in kept
-        self._find_modules, self._result_shapes = find_modules, result_shapes
-        self._forward_flops, self._backward_flops = forward_flops, backward_flops
+        self._select, self._reference, self._torch_path, self._load_triton = select, reference, torch_path, load_triton
+        self._result_shapes = result_shapes
 
-        inputs = f"{arguments}, str backend" + (", bool keep_states" if self._has_states else "")
-        schema = f"({inputs}) -> " + ("(Tensor, Tensor)" if self._has_states else "Tensor")
-        self.forward = torch.library.custom_op(f"{NAMESPACE}::{name}", self._run_forward, mutates_args=(), schema=schema)
-        inputs = f"Tensor dout, {''.join(f'Tensor {result}, ' for result in kept)}{arguments}, str backend"
-        schema = f"({inputs}) -> ({', '.join(['Tensor'] * sum(self._is_tensor))})"
-        self.backward = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", self._run_backward, mutates_args=(), schema=schema)
-        self.forward.register_fake(self._fake_forward)
-        self.backward.register_fake(self._fake_backward)
+        inputs = ", ".join(f"{type_} {argument}" for argument, type_ in declared.items()) + ", str backend"
+        more, results = (", bool keep_states", "(Tensor, Tensor)") if self._has_states else ("", "Tensor")
+        self.forward = self._register(name, f"({inputs}{more}) -> {results}", self._run_forward, self._fake_forward)
+        given = "".join(f"Tensor {result}, " for result in ("dout", *kept))
+        gradients = ", ".join(["Tensor"] * sum(self._is_tensor))
+        self.backward = self._register(f"{name}_backward", f"({given}{inputs}) -> ({gradients})", self._run_backward, self._fake_backward)
         self.forward.register_autograd(self._differentiate, setup_context=self._save_for_backward)
         self.backward.register_autograd(self._refuse_second_derivative)
         operations = getattr(torch.ops, NAMESPACE)
-        register_flop_formula(getattr(operations, name))(self._count_forward)
-        register_flop_formula(getattr(operations, f"{name}_backward"))(self._count_backward)
+        register_flop_formula(getattr(operations, name))(lambda *shapes, **_: forward_flops(self._split_forward(shapes)[0]))
+        register_flop_formula(getattr(operations, f"{name}_backward"))(lambda *shapes, **_: backward_flops(self._split_backward(shapes)[1]))
 
-    def __call__(self, *arguments: Any, backend: str) -> Tensor:
-        """The output for these arguments."""
+    def _register(self, name: str, schema: str, run: Callable, fake: Callable) -> Any:
+        operation = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
+        operation.register_fake(fake)
+        return operation
+
+    def __call__(self, x: Any, backend: str) -> Tensor:
+        """The output for these arguments on the requested backend."""
+        check_backend(backend)
+        if backend == "reference":
+            with no_autocast(getattr(x, self.leading).device.type):
+                return self._reference(x)
         if not self._has_states:
-            return self.forward(*arguments, backend)
-        keep_states = torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor))
-        return self.forward(*arguments, backend, keep_states)[0]
+            return self.forward(*x, backend)
+        keep_states = torch.is_grad_enabled() and any(value.requires_grad for value in x if isinstance(value, Tensor))
+        return self.forward(*x, backend, keep_states)[0]
 
-    def _bundle(self, arguments: Sequence[Any]) -> SimpleNamespace:
-        return SimpleNamespace(**dict(zip(self._names, arguments, strict=True)))
-
-    def _modules(self, backend: str, arguments: Sequence[Any]) -> tuple[ModuleType, ModuleType]:
+    def _modules(self, backend: str, x: Any) -> tuple[ModuleType, ModuleType]:
+        """The modules that run, one with `forward` and one with `backward`."""
         try:
-            return self._find_modules(backend, self._bundle(arguments))
+            chosen = self._select(backend, x)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+        return (self._torch_path, self._torch_path) if chosen == "torch" else self._load_triton()
 
-    def _split_forward(self, values: Sequence[Any]) -> tuple[Sequence[Any], str, Sequence[bool]]:
+    def _split_forward(self, values: Sequence[Any]) -> tuple[Any, str, Sequence[bool]]:
         """The arguments, the backend, and keep_states where the operator has it."""
-        count = len(self._names)
-        return values[:count], values[count], values[count + 1 :]
+        count = len(self._is_tensor)
+        return self.arguments(*values[:count]), values[count], values[count + 1 :]
 
-    def _split_backward(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], str]:
+    def _split_backward(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, str]:
         """dout with the kept results, the arguments, and the backend."""
         count = 1 + len(self.kept)
-        return values[:count], values[count:-1], values[-1]
+        return values[:count], self.arguments(*values[count:-1]), values[-1]
 
     def _tensors(self, values: Sequence[Any]) -> list[Any]:
         """Of one value per argument, those of the tensors; a tensor may be None."""
         return [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
 
     def _run_forward(self, *values: Any) -> Any:
-        arguments, backend, keep_states = self._split_forward(values)
-        module, _ = self._modules(backend, arguments)
-        with no_autocast(arguments[0].device.type):
-            return module.forward(*arguments, *keep_states)
+        x, backend, keep_states = self._split_forward(values)
+        module, _ = self._modules(backend, x)
+        with no_autocast(getattr(x, self.leading).device.type):
+            return module.forward(x, *keep_states)
 
     def _fake_forward(self, *values: Any) -> Any:
-        arguments, backend, keep_states = self._split_forward(values)
-        module, _ = self._modules(backend, arguments)
-        x = self._bundle(arguments)
+        x, backend, keep_states = self._split_forward(values)
+        module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
         leading = getattr(x, self.leading)
         out = leading.new_empty(out_shape)
         return (out, leading.new_empty(states_shape[0], dtype=compute_dtype(leading.dtype))) if self._has_states else out
 
     def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:
-        results, arguments, backend = self._split_backward(values)
-        _, module = self._modules(backend, arguments)
+        results, x, backend = self._split_backward(values)
+        _, module = self._modules(backend, x)
         with no_autocast(results[0].device.type):
-            gradients = module.backward(*results, *arguments)
+            gradients = module.backward(*results, x)
         return tuple(results[0].new_empty(0) if gradient is None else gradient for gradient in gradients)
 
     def _fake_backward(self, *values: Any) -> tuple[Tensor, ...]:
-        results, arguments, _ = self._split_backward(values)
-        return tuple(results[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in self._tensors(arguments))
+        results, x, _ = self._split_backward(values)
+        return tuple(results[0].new_empty(0) if value is None else value.new_empty(value.shape) for value in self._tensors(x))
 
     def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        arguments, ctx.backend, _ = self._split_forward(inputs)
+        x, ctx.backend, _ = self._split_forward(inputs)
         results = dict(zip(("out", "states"), output, strict=True)) if self._has_states else {"out": output}
         if self._has_states:
             ctx.mark_non_differentiable(results["states"])
-        ctx.others = [None if is_tensor else value for value, is_tensor in zip(arguments, self._is_tensor, strict=True)]
-        ctx.save_for_backward(*(results[name] for name in self.kept), *self._tensors(arguments))
+        ctx.others = [None if is_tensor else value for value, is_tensor in zip(x, self._is_tensor, strict=True)]
+        ctx.save_for_backward(*(results[name] for name in self.kept), *self._tensors(x))
 
     def _differentiate(self, ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
@@ -146,9 +169,3 @@ class CustomOp:
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
-
-    def _count_forward(self, *shapes: Any, out_shape: Any = None) -> int:
-        return self._forward_flops(self._bundle(self._split_forward(shapes)[0]))
-
-    def _count_backward(self, *shapes: Any, out_shape: Any = None) -> int:
-        return self._backward_flops(self._bundle(self._split_backward(shapes)[1]))

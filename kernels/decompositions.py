@@ -1,7 +1,8 @@
 """The operators as plain PyTorch: decompositions for an exported program, which then runs where this package is not installed.
 
 The number of graph nodes does not depend on the number of tokens: what learns or decays along the sequence is PyTorch's higher-order
-`scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size.
+`scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size. The functions take
+what the custom ops take: the operator's arguments, the backend and `keep_states`.
 
 Shape letters: B images, T tokens, R directions, G groups of B·R·H, and those of each operator in its own module.
 """
@@ -15,25 +16,12 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 
 from . import bi_wkv, selective_scan, ttt_linear  # noqa: F401  registers the operators
+from .ttt_linear.reference import inner_gradient, normalise
 
 
-def ttt_linear_by_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-    backend: str,
-    keep_states: bool,
-) -> tuple[Tensor, Tensor]:
+def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0: nothing is learned there."""
+    q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, _, _ = values
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
     m = -(-T // n)
@@ -46,11 +34,9 @@ def ttt_linear_by_scan(
         return x.expand(B, *x.shape).flatten(0, 2)
 
     def step(W, b, Q, K, V, rate, c, gamma, mu):
-        z, rstd = _normalise(torch.bmm(K, W) + b, eps)
-        g = (gamma * z + mu - (V - K)) * gamma
-        G = (g - g.mean(-1, keepdim=True) - z * (g * z).mean(-1, keepdim=True)) * rstd
+        G, _ = inner_gradient(torch.bmm(K, W) + b, V - K, gamma, mu, eps)
         A = c * rate.mT * (torch.bmm(Q, K.mT) + 1)
-        out = Q + gamma * _normalise(torch.bmm(Q, W) + b - torch.bmm(A, G), eps)[0] + mu
+        out = Q + gamma * normalise(torch.bmm(Q, W) + b - torch.bmm(A, G), eps)[0] + mu
         learned = c[:, -1:, :1] * rate * G
         return W - torch.bmm(K.mT, learned), b - learned.sum(-2, keepdim=True), out
 
@@ -67,27 +53,9 @@ def _scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
     return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
 
 
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows to mean 0 and variance 1 (biased), and the reciprocal standard deviation."""
-    centred = x - x.mean(-1, keepdim=True)
-    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return centred * rstd, rstd
-
-
-def selective_scan_by_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor | None,
-    delta_bias: Tensor,
-    reverse: Sequence[bool],
-    backend: str,
-    keep_states: bool,
-) -> tuple[Tensor, Tensor]:
+def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     """The recurrence of `selective_scan.reference`, a token per step."""
+    u, delta, A, B, C, D, z, delta_bias, reverse, _, _ = values
 
     def step(h, u, delta, B, C, A):
         h = torch.exp(delta[..., None] * A) * h + (delta * u)[..., None] * B[:, :, None]

@@ -5,12 +5,12 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from repro.core.errors import RunError, UserError, did_you_mean
+from repro.core.packages import version
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, read_json, replace_block, versions, write_record
 from repro.core.runtime import device_label, device_slug, gpu_names
@@ -83,7 +83,7 @@ def bench() -> None:
     rows = [row for cases in chosen for row in _print_each(tools.rows(cases, device), text.format_bench)]
     metrics = {"rows": rows, "summary": {cases.NAME: tools.summarise(cases, rows) for cases in chosen}, "driver": gpu_names()}
     metrics |= {"op": memory_reference_over_kernel(device), "tuned": [each for cases in chosen for each in tools.tuned_configs(cases)]}
-    metrics |= {key: tools.find_version(package) for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
+    metrics |= {key: version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
     label = device_label(device)
     _write(paths, paths.measured(device_slug(device)) / "kernels.json", metrics, "bench", label, started)
     replace_block(paths.root / DOCS, BENCH_BLOCK, text.bench_table(metrics, label))
@@ -110,7 +110,7 @@ def resources(op: Op = None) -> None:
     replace_block(paths.root / DOCS, RESOURCES_BLOCK, text.resources_table(metrics["rows"]))
 
 
-def _find_operators(op: str | None) -> list[ModuleType]:
+def _find_operators(op: str | None) -> list[Any]:
     """The cases of the operator of that name; of all operators without one."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("kernels: the package triton is not installed; PyTorch's CUDA builds bring it (Linux)")

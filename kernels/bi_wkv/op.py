@@ -1,10 +1,4 @@
-"""The public operator Bi-WKV: argument checks, choice of a backend, FLOP count.
-
-The backends `torch` and `triton` are one custom op; which of them runs is decided inside it, from the device and the dtype. The
-Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain operations under autograd.
-
-Shape letters: B images, T tokens, C channels.
-"""
+"""The public operator Bi-WKV: argument checks, choice of a backend, FLOP count. Shape letters as in `reference`."""
 
 from collections.abc import Sequence
 
@@ -14,7 +8,7 @@ from torch import Tensor
 from .. import dispatch
 from ..custom_op import CustomOp
 from . import torch_path
-from .reference import bi_wkv_formula
+from .reference import Arguments, bi_wkv_formula
 
 
 def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> Tensor:
@@ -46,11 +40,7 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
     dispatch.check_leading("bi_wkv", "k", k, "(B,T,C)", (None, None, None))
     shapes = {"w": (k.shape[2],), "u": (k.shape[2],), "k": tuple(k.shape), "v": tuple(k.shape)}
     dispatch.check_others("bi_wkv", "k", tensors, shapes, ("k", "v"))
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        with dispatch.no_autocast(k.device.type):
-            return bi_wkv_formula(w, u, k, v)
-    return CUSTOM_OP(w, u, k, v, backend=backend)
+    return CUSTOM_OP(Arguments(w, u, k, v), backend)
 
 
 def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
@@ -59,14 +49,7 @@ def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.d
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
     under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device.
     `reference` is the equation over all pairs of tokens under autograd. `auto` takes `triton` on a GPU that can run it, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        dtype: k's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `dtype` is k's. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "k", _load_triton, dtype)
 
@@ -75,11 +58,6 @@ def _load_triton():
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd
-
-
-def _find_modules(backend, x):
-    chosen = selected_backend(backend, x.k.device, dtype=x.k.dtype)
-    return (torch_path, torch_path) if chosen == "torch" else _load_triton()
 
 
 def forward_flops(shape: Sequence[int]) -> int:
@@ -103,9 +81,12 @@ def backward_flops(shape: Sequence[int]) -> int:
 
 CUSTOM_OP = CustomOp(
     "bi_wkv",
-    "Tensor w, Tensor u, Tensor k, Tensor v",
+    Arguments,
     leading="k",
-    find_modules=_find_modules,
+    select=lambda backend, x: selected_backend(backend, x.k.device, dtype=x.k.dtype),
+    reference=lambda x: bi_wkv_formula(*x),
+    torch_path=torch_path,
+    load_triton=_load_triton,
     result_shapes=lambda module, x, keep_states: (x.k.shape, module.states_shape(x.k.shape, keep_states)),
     forward_flops=lambda x: forward_flops(x.k),
     backward_flops=lambda x: backward_flops(x.k),

@@ -1,4 +1,4 @@
-"""Bi-WKV written as the equation is: the truth that every backend is tested against.
+"""The arguments of Bi-WKV, and its equation as it is written: the truth that every backend is tested against.
 
 Every pair of tokens gets its exponent, and each token's largest one is subtracted before any power is taken. Plain PyTorch
 operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise; time and memory grow with T².
@@ -6,10 +6,21 @@ operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 othe
 Shape letters: B images, T tokens, C channels.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+
+
+class Arguments(NamedTuple):
+    """What a backend gets: w, u: (C,); k, v: (B,T,C), of one dtype."""
+
+    w: Tensor
+    u: Tensor
+    k: Tensor
+    v: Tensor
 
 
 def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:

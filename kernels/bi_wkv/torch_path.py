@@ -17,9 +17,7 @@ total = 2^E [num, den] and g is out's gradient, and with ⟨a, b⟩ = a[0] b[0] 
     dv = 2^k adjoint_total[0]       dk = ⟨token, adjoint_total⟩       du = Σ_t 2^U ⟨token, adjoint_token⟩
     dw = −Σ_t 2^{−W} (⟨left_t, adjoint_right_t⟩ + ⟨right_t, adjoint_left_t⟩)
 
-since a token between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair.
-
-Shape letters: B images, T tokens, C channels.
+since a token between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair. Shape letters as in `reference`.
 """
 
 import functools
@@ -31,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+from .reference import Arguments
 
 _CHUNK = 8
 _BLOCK = 2**18  # elements of the tokens' values that are handled at once: scratch memory stays in the cache
@@ -47,8 +46,9 @@ def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
     return (0,)
 
 
-def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,C) in k's dtype, and states of shape `states_shape`, from w, u (C,) and k, v (B,T,C)."""
+def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
+    """out (B,T,C) in k's dtype, and states of shape `states_shape`."""
+    w, u, k, v = x
     out, T = torch.empty_like(k, memory_format=torch.contiguous_format), k.shape[1]
     blocks = _blocks(k.shape)
     memory = _memory(k[blocks[0]], 3)  # once for all blocks, since the first is the largest: new pages cost more than a scan
@@ -63,25 +63,24 @@ def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool) -> tu
     return out, k.new_empty(states_shape(k.shape, keep_states), dtype=compute_dtype(k.dtype))
 
 
-def backward(
-    dout: Tensor, out: Tensor, states: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results."""
+    w, u, k, v = x
     T, dtype = k.shape[1], compute_dtype(k.dtype)
     dw, du = torch.zeros_like(w, dtype=dtype), torch.zeros_like(u, dtype=dtype)
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (k, v))
     for here in _blocks(k.shape):
         channels = here[2]
         tokens, W, U = _tokens(w[channels], u[channels], k[here], v[here], _memory(k[here], 1)[0])
         left, right = _scan(tokens, W, False), _scan(tokens, W, True)
         e, total = _total(tokens, left, right, U)
 
-        x = torch.zeros_like(total)
-        torch.div(dout[here].to(dtype), total[1, :, :T], out=x[0, :, :T])
-        torch.div(x[0, :, :T] * total[0, :, :T], total[1, :, :T], out=x[1, :, :T])
+        values = torch.zeros_like(total)
+        torch.div(dout[here].to(dtype), total[1, :, :T], out=values[0, :, :T])
+        torch.div(values[0, :, :T] * total[0, :, :T], total[1, :, :T], out=values[1, :, :T])
         if e is not None:
             e.neg_()[:, T:] = _FLOOR
-        adjoint = e, x
+        adjoint = e, values
         adjoint_left, adjoint_right = _scan(adjoint, W, False), _scan(adjoint, W, True)
         adjoint_total = _total(adjoint, adjoint_left, adjoint_right, U)
 

@@ -22,18 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .reference import Arguments
 from .triton_fwd import (
     LOG2E,
     add_block,
-    config_of,
     exponents_of,
-    launch,
     load_rows,
     load_state,
     nothing,
     ones,
     products,
-    scratch_blocks,
+    run,
     shared_arguments,
     states_behind,
     step,
@@ -125,24 +124,18 @@ def backward_kernel(
     tl.store(du_ptr + image * C + c, du, mask=there)
 
 
-def configs() -> list[triton.Config]:
-    """The candidates of the backward kernel; the first is the default, which runs untuned."""
-    return [config_of(8, 1), config_of(8, 2), config_of(8, 4), config_of(4, 1)]
-
-
 def backward(
-    dout: Tensor, out: Tensor, states: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, config: triton.Config | None = None
+    dout: Tensor, out: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of w, u, k, v, each in its input's shape and dtype, from dout (B,T,C) and `forward`'s results.
 
     `config` is one of `configs`; None tunes.
     """
-    B, T, C = k.shape
-    arguments = shared_arguments(w, u, k, v)
+    B, _, C = x.k.shape
+    arguments = shared_arguments(x)
     dk, dv = torch.empty_like(arguments["k_ptr"]), torch.empty_like(arguments["v_ptr"])
-    dw, du = (k.new_empty((B, C), dtype=torch.float32) for _ in range(2))
-    behind = k.new_empty((B, scratch_blocks(T, configs(), config), 6, C), dtype=torch.float32)
-    arguments |= {"dout_ptr": dout.to(k.dtype).contiguous(), "out_ptr": out.contiguous(), "lse_ptr": states.contiguous()}
-    arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv, "behind_ptr": behind}
-    launch(backward_kernel, configs, lambda meta: (B, triton.cdiv(C, meta["BLOCK_C"])), arguments, k.device, config)
-    return dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dk, dv
+    dw, du = (x.k.new_empty((B, C), dtype=torch.float32) for _ in range(2))
+    arguments |= {"dout_ptr": dout.to(x.k.dtype).contiguous(), "out_ptr": out.contiguous(), "lse_ptr": states.contiguous()}
+    arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv}
+    run(backward_kernel, arguments, 6, x, config)
+    return dw.sum(0).to(x.w.dtype), du.sum(0).to(x.u.dtype), dk, dv

@@ -12,19 +12,18 @@ one behind it, and goes from both through the block. k and v are thus read twice
 Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one exponent for each
 direction serves a whole block: the token or state that it comes from has a weight of at least 2^−GENTLE in all outputs of the block,
 and what is too small for a float beside it does not matter, whatever k is. That saves a fifth of the instructions, which are what
-limits this kernel. Otherwise every token has its own maximum.
-
-Shape letters: B images, T tokens, C channels.
+limits this kernel. Otherwise every token has its own maximum. Shape letters as in `reference`.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..triton_launch import dtype_obstacle, launch
+from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -263,11 +262,7 @@ def forward_kernel(
 
 def unsupported(dtype: torch.dtype) -> str | None:
     """Why these kernels cannot run k of this dtype, or None where they can."""
-    if dtype not in DTYPES:
-        return f"k is {dtype}, expected one of {', '.join(map(str, DTYPES))}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "k is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
-    return None
+    return dtype_obstacle("k", dtype, DTYPES)
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
@@ -275,8 +270,8 @@ def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
     return tuple(shape) if keep_states else (0,)
 
 
-def configs() -> list[triton.Config]:
-    """The candidates of the forward kernel; the first is the default, which runs untuned."""
+def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
+    """The candidates of both kernels, for k of any dtype; the first is the default, which runs untuned."""
     return [config_of(8, 1), config_of(8, 2), config_of(8, 4), config_of(4, 1)]
 
 
@@ -285,63 +280,42 @@ def config_of(tokens: int, warps: int) -> triton.Config:
     return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps}, num_warps=warps, num_stages=1)
 
 
-def launch(
-    kernel,
-    candidates: Callable[[], list[triton.Config]],
-    grid: Callable,
-    arguments: dict[str, object],
-    device: torch.device,
-    config: triton.Config | None,
-) -> None:
-    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic."""
-    here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with here:
-        if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
-            tuned(kernel, candidates, arguments["k_ptr"].dtype)[grid](**arguments)
-            return
-        config = config or candidates()[0]
-        kernel[grid](**arguments, **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-@functools.cache
-def tuned(kernel, candidates, dtype: torch.dtype):
-    """The kernel with its candidates, tuned per bucket of T and of the number of channels, C and dtypes; kept on disk."""
-    key = [name for name in ("bucket", "C", "KEEP") if name in kernel.arg_names]
-    return triton.autotune(candidates(), key=key, cache_results=True)(kernel)
-
-
-def shared_arguments(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
+def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: contiguous k and v, w and u in fp32, and the sizes.
 
     `bucket` has the powers of two of T and of the number of channels in all images: the best config depends on how full the device is.
     """
-    B, T, C = k.shape
+    B, T, C = x.k.shape
     return {
-        "w_ptr": w.float().contiguous(),
-        "u_ptr": u.float().contiguous(),
-        "k_ptr": k.contiguous(),
-        "v_ptr": v.contiguous(),
+        "w_ptr": x.w.float().contiguous(),
+        "u_ptr": x.u.float().contiguous(),
+        "k_ptr": x.k.contiguous(),
+        "v_ptr": x.v.contiguous(),
         "T": T,
         "C": C,
         "bucket": 64 * (B * C).bit_length() + T.bit_length(),
     }
 
 
-def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,C) in k's dtype and states of shape `states_shape`, fp32, from w, u (C,) and k, v (B,T,C).
+def run(kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None) -> None:
+    """Launch either kernel, with memory for `states` numbers of each block of a sequence.
 
-    `config` is one of `configs`; None tunes.
+    The blocks are those of the config with the most of them if it is not yet known which one will run.
     """
-    B, T, C = k.shape
-    arguments = shared_arguments(w, u, k, v)
+    B, T, C = x.k.shape
+    blocks = max(triton.cdiv(T, one.kwargs["BLOCK_T"]) for one in ([config] if config else configs()))
+    behind = x.k.new_empty((B, blocks, states, C), dtype=torch.float32)
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return B, triton.cdiv(C, meta["BLOCK_C"])
+
+    launch(kernel, configs, (x.k.dtype,), grid, arguments | {"behind_ptr": behind}, x.k.device, config)
+
+
+def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
+    """out (B,T,C) in k's dtype and states of shape `states_shape`, fp32. `config` is one of `configs`; None tunes."""
+    arguments = shared_arguments(x)
     out = torch.empty_like(arguments["k_ptr"])
-    states = k.new_empty(states_shape(k.shape, keep_states), dtype=torch.float32)
-    behind = k.new_empty((B, scratch_blocks(T, configs(), config), 3, C), dtype=torch.float32)
-    arguments |= {"out_ptr": out, "lse_ptr": states, "behind_ptr": behind, "KEEP": keep_states}
-    launch(forward_kernel, configs, lambda meta: (B, triton.cdiv(C, meta["BLOCK_C"])), arguments, k.device, config)
+    states = out.new_empty(states_shape(out.shape, keep_states), dtype=torch.float32)
+    run(forward_kernel, arguments | {"out_ptr": out, "lse_ptr": states, "KEEP": keep_states}, 3, x, config)
     return out, states
-
-
-def scratch_blocks(T: int, candidates: list[triton.Config], config: triton.Config | None) -> int:
-    """The blocks of a sequence, by the config with the most of them if it is not yet known which one will run."""
-    return max(triton.cdiv(T, one.kwargs["BLOCK_T"]) for one in ([config] if config else candidates))

@@ -1,9 +1,6 @@
 """The public operator multi-scale deformable attention: argument checks, choice of a backend, FLOP count.
 
-The backends `torch` and `triton` are one custom op; which of them runs is decided inside it, from the device and the sizes. The
-Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain operations under autograd.
-
-Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head.
+Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from torch import Tensor
 from .. import dispatch
 from ..custom_op import CustomOp
 from . import torch_path
-from .reference import ms_deform_attn_formula
+from .reference import Arguments, ms_deform_attn_formula
 
 
 def ms_deform_attn(
@@ -47,11 +44,7 @@ def ms_deform_attn(
         TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
     """
     _check(value, shapes, locations, weights)
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        with dispatch.no_autocast(value.device.type):
-            return ms_deform_attn_formula(value, shapes, locations, weights)
-    return CUSTOM_OP(value, [size for shape in shapes for size in shape], locations, weights, backend=backend)
+    return CUSTOM_OP(Arguments(value, [size for shape in shapes for size in shape], locations, weights), backend)
 
 
 def selected_backend(
@@ -64,14 +57,7 @@ def selected_backend(
     `grid_sample` with its own backward pass, for any device and any size; on CUDA, that pass adds up the gradient of value in any
     order, and refuses to run where torch is to be deterministic. `reference` is the equation point by point under autograd. `auto`
     takes `triton` on a GPU that can run these sizes, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        head_dim, levels, dtype: C, L, and value's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `head_dim`, `levels` and `dtype` are C, L and value's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "value", _load_triton, dtype, int(head_dim), levels)
 
@@ -80,12 +66,6 @@ def _load_triton():
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd
-
-
-def _find_modules(backend, x):
-    """`x.shapes` is flat: h, w, h, w, …"""
-    chosen = selected_backend(backend, x.value.device, head_dim=x.value.shape[3], levels=len(x.shapes) // 2, dtype=x.value.dtype)
-    return (torch_path, torch_path) if chosen == "torch" else _load_triton()
 
 
 def _check(value, shapes, locations, weights):
@@ -126,9 +106,14 @@ def backward_flops(samples_shape: Sequence[int], channels: int) -> int:
 
 CUSTOM_OP = CustomOp(
     "ms_deform_attn",
-    "Tensor value, SymInt[] shapes, Tensor locations, Tensor weights",
+    Arguments,
     leading="value",
-    find_modules=_find_modules,
+    select=lambda backend, x: selected_backend(
+        backend, x.value.device, head_dim=x.value.shape[3], levels=len(x.shapes) // 2, dtype=x.value.dtype
+    ),
+    reference=lambda x: ms_deform_attn_formula(x.value, list(zip(x.shapes[::2], x.shapes[1::2], strict=True)), x.locations, x.weights),
+    torch_path=torch_path,
+    load_triton=_load_triton,
     result_shapes=lambda module, x: ((*x.locations.shape[:3], x.value.shape[3]),),
     forward_flops=lambda x: forward_flops(x.weights, x.value[-1]),
     backward_flops=lambda x: backward_flops(x.weights, x.value[-1]),

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention written as the equation is: the truth that every backend is tested against.
+"""The arguments of multi-scale deformable attention, and its equation as it is written: the truth that every backend is tested against.
 
 A loop over levels, points and the four neighbours of a point. Plain PyTorch operations, differentiable by autograd, in fp64 for
 fp64 inputs and in fp32 otherwise.
@@ -7,11 +7,21 @@ Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+
+
+class Arguments(NamedTuple):
+    """What a backend gets: value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P)."""
+
+    value: Tensor
+    shapes: Sequence[int]
+    locations: Tensor
+    weights: Tensor
 
 
 def ms_deform_attn_formula(value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:

@@ -2,37 +2,37 @@
 
 A level's map is sampled for all heads at once, each head as a sample of the batch, and its points are then summed with their weights.
 The backward pass keeps only the inputs and samples again. On CUDA, `grid_sample` adds up the gradient of the map in no fixed order.
-
-Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head, N = B·M.
+Shape letters as in `reference`, and N = B·M.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+from .reference import Arguments
 
 
-def forward(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> Tensor:
-    """out (B,Q,M,C) in value's dtype, of value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P)."""
-    B, Q, M = locations.shape[:3]
+def forward(x: Arguments) -> Tensor:
+    """out (B,Q,M,C) in value's dtype."""
+    B, Q, M = x.locations.shape[:3]
     out_NCQ = None
-    for _, map_NChw, grid_NQP2, weight_NQP in _levels(value, shapes, locations, weights):
+    for _, map_NChw, grid_NQP2, weight_NQP in _levels(x):
         level_NCQ = (_sampled(map_NChw, grid_NQP2) * weight_NQP[:, None]).sum(-1)
         out_NCQ = level_NCQ if out_NCQ is None else out_NCQ.add_(level_NCQ)
-    return out_NCQ.view(B, M, -1, Q).permute(0, 3, 1, 2).to(value.dtype, memory_format=torch.contiguous_format)
+    return out_NCQ.view(B, M, -1, Q).permute(0, 3, 1, 2).to(x.value.dtype, memory_format=torch.contiguous_format)
 
 
-def backward(dout: Tensor, value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C)."""
-    B, Q, M = locations.shape[:3]
-    dtype = compute_dtype(value.dtype)
-    dout_NCQ = dout.to(dtype).permute(0, 2, 3, 1).reshape(B * M, -1, Q)
-    dvalue, dlocations, dweights = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (value, locations, weights))
-    levels = _levels(value, shapes, locations, weights)
-    for level, (tokens, map_NChw, grid_NQP2, weight_NQP) in enumerate(levels):
+    B, Q, M = x.locations.shape[:3]
+    dout_NCQ = dout.to(compute_dtype(x.value.dtype)).permute(0, 2, 3, 1).reshape(B * M, -1, Q)
+    dvalue, dlocations, dweights = (
+        torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (x.value, x.locations, x.weights)
+    )
+    for level, (tokens, map_NChw, grid_NQP2, weight_NQP) in enumerate(_levels(x)):
         dweight_NQP = (_sampled(map_NChw, grid_NQP2) * dout_NCQ[..., None]).sum(1)
         dsampled_NCQP = dout_NCQ[..., None] * weight_NQP[:, None]
         dmap_NChw, dgrid_NQP2 = torch.ops.aten.grid_sampler_2d_backward(dsampled_NCQP, map_NChw, grid_NQP2, 0, 0, False, [True, True])
@@ -42,8 +42,9 @@ def backward(dout: Tensor, value: Tensor, shapes: Sequence[int], locations: Tens
     return dvalue, dlocations, dweights
 
 
-def _levels(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+def _levels(x: Arguments) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Level by level, in the compute dtype: its tokens, its map (N,C,h,w), its points (N,Q,P,2) from −1 to 1, their weights."""
+    value, shapes, locations, weights = x
     B, Q, M, _, P = weights.shape
     dtype, first = compute_dtype(value.dtype), 0
     for level, (h, w) in enumerate(zip(shapes[::2], shapes[1::2], strict=True)):

@@ -11,20 +11,17 @@ writes down each sample's cell, which is the square between four pixels where it
 The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order. Here the samples are sorted by
 their cell, with torch's stable sort of one int for each. The second kernel works by pixels: a program for each pixel and head adds up
 the samples of the four cells around it in their sorted order, and two runs give the same bits. Neighbouring cells of a row follow
-each other in the order; the four cells are two stretches of it.
-
-Shape letters as in `triton_fwd`.
+each other in the order; the four cells are two stretches of it. Shape letters as in `reference`.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_fwd
-from .triton_fwd import SIZES, by_rows, cell_of, launch, load_pixel, pixel_coordinates, shared_arguments
+from ..triton_launch import launch
+from .reference import Arguments
+from .triton_fwd import SIZES, cell_of, load_pixel, pixel_coordinates, run_by_rows, shared_arguments
 
 
 @triton.jit
@@ -149,31 +146,26 @@ def configs(head_dim: int) -> list[triton.Config]:
 
 
 def backward(
-    dout: Tensor,
-    value: Tensor,
-    shapes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    points_config: triton.Config | None = None,
-    value_config: triton.Config | None = None,
+    dout: Tensor, x: Arguments, points_config: triton.Config | None = None, value_config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C).
 
     `points_config` is one of `triton_fwd.configs`, `value_config` one of `configs`; None tunes.
     """
-    B, _, M, L, P = weights.shape
+    value, shapes, locations, weights = x
+    B, _, M, _, _ = weights.shape
     device = value.device
     levels = list(zip(shapes[::2], shapes[1::2], strict=True))
     cells = sum((h + 1) * (w + 1) for h, w in levels)
-    arguments = shared_arguments(value, shapes, locations, weights)
+    arguments = shared_arguments(x)
     arguments |= {"dout_ptr": dout.to(value.dtype).contiguous(), "cells": cells}
     dvalue = value.new_empty(value.shape)
-    dlocations, dweights = (x.new_empty(x.shape, dtype=torch.float32) for x in (locations, weights))
+    dlocations, dweights = (like.new_empty(like.shape, dtype=torch.float32) for like in (locations, weights))
     # an int32 halves the work of the sort, where it is enough
     index = torch.int32 if B * M * cells < 2**31 else torch.int64
     cell_of_sample = torch.empty(weights.numel(), dtype=index, device=device)
     to_points = {"dlocations_ptr": dlocations, "dweights_ptr": dweights, "cells_ptr": cell_of_sample}
-    launch(points_kernel, triton_fwd.configs, by_rows(arguments["rows"]), arguments | to_points, device, points_config)
+    run_by_rows(points_kernel, arguments | to_points, points_config)
 
     ordered, order = cell_of_sample.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(B * M * cells + 1, dtype=index, device=device))
@@ -182,6 +174,6 @@ def backward(
     first = first_cell = 0
     for h, w in levels:
         arguments |= {"h": h, "w": w, "first": first, "first_cell": first_cell}
-        launch(value_kernel, configs, lambda meta, pixels=h * w: (B * pixels * M,), arguments, device, value_config)
+        launch(value_kernel, configs, (arguments["C"],), (B * h * w * M,), arguments, device, value_config)
         first, first_cell = first + h * w, first_cell + (h + 1) * (w + 1)
     return dvalue, dlocations.to(locations.dtype), dweights.to(weights.dtype)

@@ -5,19 +5,16 @@ neighbours are loaded at once, and a thread has a few neighbouring channels of a
 other are the heads of one query, and these lie side by side in the value, too.
 
 The levels' sizes are plain arguments and not compile-time constants, so that images of a new size compile nothing; hence the bound
-on the number of levels. Coordinates, samples and sums are fp32.
-
-Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head.
+on the number of levels. Coordinates, samples and sums are fp32. Shape letters as in `reference`.
 """
-
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..triton_launch import dtype_obstacle, launch
+from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -107,10 +104,8 @@ def forward_kernel(
 
 def unsupported(dtype: torch.dtype, head_dim: int, levels: int) -> str | None:
     """Why these kernels cannot run these sizes of this dtype, or None where they can."""
-    if dtype not in DTYPES:
-        return f"value is {dtype}, expected one of {', '.join(map(str, DTYPES))}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "value is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
+    if obstacle := dtype_obstacle("value", dtype, DTYPES):
+        return obstacle
     if head_dim > MAX_HEAD_DIM:
         return f"C is {head_dim}, expected at most {MAX_HEAD_DIM}"
     return f"there are {levels} levels, expected at most {MAX_LEVELS}" if levels > MAX_LEVELS else None
@@ -126,66 +121,36 @@ def configs(head_dim: int) -> list[triton.Config]:
     return [triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1) for rows, warps in dict.fromkeys(found)]
 
 
-def launch(
-    kernel,
-    candidates: Callable[[int], list[triton.Config]],
-    grid: Callable,
-    arguments: dict[str, object],
-    device: torch.device,
-    config: triton.Config | None,
-) -> None:
-    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic."""
-    here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with here:
-        if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
-            tuned(kernel, candidates, arguments["C"])[grid](**arguments)
-            return
-        config = config or candidates(arguments["C"])[0]
-        kernel[grid](**arguments, **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-@functools.cache
-def tuned(kernel, candidates, head_dim: int):
-    """The kernel with its candidates, tuned per bucket of the number of samples, heads, levels, points and dtypes; kept on disk."""
-    return triton.autotune(candidates(head_dim), key=["bucket", "M", "C", "L", "P"], cache_results=True)(kernel)
-
-
-def shared_arguments(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor) -> dict[str, object]:
+def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that the kernels by rows take: contiguous tensors, locations and weights in fp32, and the sizes.
 
     `bucket` is the power of two of the number of samples: the best config depends on how full the device is.
     """
-    B, Q, M, L, P = weights.shape
-    levels = dict(zip(SIZES, [*shapes, *[1] * (len(SIZES) - len(shapes))], strict=True))
+    B, Q, M, L, P = x.weights.shape
+    _, S, _, C = x.value.shape
+    sizes = {"rows": B * Q * M, "S": S, "Q": Q, "M": M, "C": C, "L": L, "P": P, "WIDTH": triton.next_power_of_2(C)}
+    levels = dict(zip(SIZES, [*x.shapes, *[1] * (len(SIZES) - len(x.shapes))], strict=True))
     return {
-        "value_ptr": value.contiguous(),
-        "locations_ptr": locations.float().contiguous(),
-        "weights_ptr": weights.float().contiguous(),
-        "rows": B * Q * M,
-        "S": value.shape[1],
-        "Q": Q,
-        "bucket": weights.numel().bit_length(),
+        "value_ptr": x.value.contiguous(),
+        "locations_ptr": x.locations.float().contiguous(),
+        "weights_ptr": x.weights.float().contiguous(),
+        "bucket": x.weights.numel().bit_length(),
+        **sizes,
         **levels,
-        "M": M,
-        "C": value.shape[3],
-        "L": L,
-        "P": P,
-        "WIDTH": triton.next_power_of_2(value.shape[3]),
     }
 
 
-def by_rows(rows: int) -> Callable:
-    """The grid of the kernels by rows."""
-    return lambda meta: (triton.cdiv(rows, meta["ROWS"]),)
+def run_by_rows(kernel, arguments: dict[str, object], config: triton.Config | None) -> None:
+    """Launch one of the kernels by rows."""
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(arguments["rows"], meta["ROWS"]),)
+
+    launch(kernel, configs, (arguments["C"],), grid, arguments, arguments["value_ptr"].device, config)
 
 
-def forward(value: Tensor, shapes: Sequence[int], locations: Tensor, weights: Tensor, config: triton.Config | None = None) -> Tensor:
-    """out (B,Q,M,C) in value's dtype, of value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P).
-
-    `config` is one of `configs`; None tunes.
-    """
-    arguments = shared_arguments(value, shapes, locations, weights)
-    out = value.new_empty((*weights.shape[:3], value.shape[3]))
-    grid = by_rows(arguments["rows"])
-    launch(forward_kernel, configs, grid, arguments | {"out_ptr": out}, value.device, config)
+def forward(x: Arguments, config: triton.Config | None = None) -> Tensor:
+    """out (B,Q,M,C) in value's dtype. `config` is one of `configs`; None tunes."""
+    out = x.value.new_empty((*x.weights.shape[:3], x.value.shape[3]))
+    run_by_rows(forward_kernel, shared_arguments(x) | {"out_ptr": out}, config)
     return out

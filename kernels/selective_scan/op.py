@@ -1,11 +1,6 @@
 """The public operator selective scan: argument checks, choice of a backend, FLOP count.
 
-The backends `torch` and `triton` are one custom op over a direction axis of length 1 or 2; which of them runs is decided inside it,
-from the device and the sizes. The Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain
-operations under autograd.
-
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
-equations.
+The custom op has a direction axis of length 1 or 2. Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +11,7 @@ from torch import Tensor
 from .. import dispatch
 from ..custom_op import CustomOp
 from . import torch_path
-from .reference import selective_scan_recurrence
+from .reference import Arguments, selective_scan_recurrence
 
 # multiply-adds of one state: Δ·A, Δu·B, exp(ΔA)·h with the addition, and C·h with the sum
 MACS_PER_STATE = 4
@@ -61,12 +56,9 @@ def selective_scan(
     _check("selective_scan", 1, u, delta, A, B, C, D, z, delta_bias)
     if not isinstance(reverse, bool):
         raise TypeError(f"selective_scan: reverse is {reverse!r}, expected True or False")
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        return _run_reference(u, delta, A, B, C, D, z, delta_bias, reverse)
     u, delta, B, C = (x.unsqueeze(2) for x in (u, delta, B, C))
     A, D, delta_bias = (x.unsqueeze(0) for x in (A, D, delta_bias))
-    return CUSTOM_OP(u, delta, A, B, C, D, z, delta_bias, [reverse], backend=backend).squeeze(2)
+    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [reverse]), backend).squeeze(2)
 
 
 def selective_scan_bidir(
@@ -86,11 +78,13 @@ def selective_scan_bidir(
         out (B,T,2,E) in u's dtype, both directions in the order of the input.
     """
     _check("selective_scan_bidir", 2, u, delta, A, B, C, D, z, delta_bias)
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        outs = [_run_reference(u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r], r == 1) for r in (0, 1)]
-        return torch.stack(outs, 2)
-    return CUSTOM_OP(u, delta, A, B, C, D, z, delta_bias, [False, True], backend=backend)
+    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [False, True]), backend)
+
+
+def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | None]:
+    """The tensors of `selective_scan` for index r of the direction axis, from those of `selective_scan_bidir`."""
+    u, delta, A, B, C, D, z, delta_bias = inputs
+    return [u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r]]
 
 
 def selected_backend(backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32) -> str:
@@ -100,14 +94,7 @@ def selected_backend(backend: str, device: torch.device | str, *, state_dim: int
     under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
     `reference` is the recurrence under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU
     that can run these sizes, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        state_dim, dtype: N, and u's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `state_dim` and `dtype` are N and u's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "u", _load_triton, int(state_dim), dtype)
 
@@ -118,14 +105,9 @@ def _load_triton():
     return triton_fwd, triton_bwd
 
 
-def _find_modules(backend, x):
-    chosen = selected_backend(backend, x.u.device, state_dim=x.A.shape[-1], dtype=x.u.dtype)
-    return (torch_path, torch_path) if chosen == "torch" else _load_triton()
-
-
-def _run_reference(u, delta, A, B, C, D, z, delta_bias, reverse):
-    with dispatch.no_autocast(u.device.type):
-        return selective_scan_recurrence(u, delta, A, B, C, D, z, delta_bias, reverse=reverse)
+def _reference(x: Arguments) -> Tensor:
+    outs = [selective_scan_recurrence(*one_direction(x[:8], r), reverse=flag) for r, flag in enumerate(x.reverse)]
+    return torch.stack(outs, 2)
 
 
 def _check(op, directions, u, delta, A, B, C, D, z, delta_bias):
@@ -163,9 +145,12 @@ def backward_flops(shape: Sequence[int], state_dim: int) -> int:
 
 CUSTOM_OP = CustomOp(
     "selective_scan",
-    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor D, Tensor? z, Tensor delta_bias, bool[] reverse",
+    Arguments,
     leading="u",
-    find_modules=_find_modules,
+    select=lambda backend, x: selected_backend(backend, x.u.device, state_dim=x.A.shape[-1], dtype=x.u.dtype),
+    reference=_reference,
+    torch_path=torch_path,
+    load_triton=_load_triton,
     result_shapes=lambda module, x, keep_states: (x.u.shape, module.states_shape(x.u.shape, x.A.shape[-1], keep_states)),
     forward_flops=lambda x: forward_flops(x.u, x.A[-1]),
     backward_flops=lambda x: backward_flops(x.u, x.A[-1]),

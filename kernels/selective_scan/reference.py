@@ -1,15 +1,37 @@
-"""The selective scan written as its recurrence is: the truth that every backend is tested against.
+"""The arguments of the selective scan, and its recurrence as it is written: the truth that every backend is tested against.
 
 Plain PyTorch operations, token by token, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
 
-Shape letters: B images, T tokens, E channels, N states of a channel; the tensors B, C and D are those of the equations.
+Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
+equations.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+
+
+class Arguments(NamedTuple):
+    """What a backend gets, for R directions.
+
+    u, delta: (B,T,R,E), of one dtype. A: (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E). z: (B,T,E), shared by the directions, or
+    None. reverse: R flags; a direction with True is scanned from the last token.
+    """
+
+    u: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    z: Tensor | None
+    delta_bias: Tensor
+    reverse: Sequence[bool]
 
 
 def selective_scan_recurrence(

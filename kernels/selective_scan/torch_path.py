@@ -16,8 +16,7 @@ a_t = exp(Δ_t A), dy = dL/dy and g_t = dL/dh_t:
     dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
     dΔ_t = u_t Σ_n g_t B_t + Σ_n p_t A      dA = Σ_t Δ_t p_t                     dD = Σ_t dy_t u_t
 
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel, b images and L tokens of a tile; the tensors
-B, C and D are those of the equations. A row is one vector of width E or N; there are B·T·R.
+Shape letters as in `reference`, and b images and L tokens of a tile. A row is one vector of width E or N; there are B·T·R.
 """
 
 import math
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+from .reference import Arguments
 
 # elements of a token's states that make its step worth its dispatch, and elements of a tile's buffer that keep it in the cache
 _STEP_ELEMENTS = 32768
@@ -42,63 +42,32 @@ def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tup
     return (T + tokens - 1) // tokens - 1 if keep_states else 0, images, R, state_dim, E
 
 
-def forward(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor | None,
-    delta_bias: Tensor,
-    reverse: Sequence[bool],
-    keep_states: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output, and what the backward pass needs beside the inputs.
-
-    Args:
-        u, delta: (B,T,R,E) of one dtype. A: (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E).
-        z: (B,T,E), shared by the directions, or None.
-        reverse: R flags; a direction with True is scanned from the last token.
-        keep_states: whether `backward` will follow.
-
-    Returns:
-        out (B,T,R,E) in u's dtype; states in the compute dtype, of shape `states_shape`.
-    """
+def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
+    """out (B,T,R,E) in u's dtype; states in the compute dtype, of shape `states_shape`."""
+    u, N = x.u, x.A.shape[-1]
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    states = torch.empty(states_shape(u.shape, A.shape[-1], keep_states), dtype=compute_dtype(u.dtype), device=u.device)
-    for images in _blocks(u.shape, A.shape[-1]):
-        scan = _Scan(images, u, delta, A, B, C, D, z, delta_bias, reverse, buffers=2, vectors=6)
+    states = torch.empty(states_shape(u.shape, N, keep_states), dtype=compute_dtype(u.dtype), device=u.device)
+    for images in _blocks(u.shape, N):
+        scan = _Scan(images, x, buffers=2, vectors=6)
         for number in range(scan.count):
             if keep_states and number:
                 states[number - 1, images] = scan.start
             tile = _Tile(scan, number)
             y = tile.read_out()
-            scan.scatter(out, number, y if z is None else y.mul_(F.silu(tile.z, inplace=True)))
+            scan.scatter(out, number, y if x.z is None else y.mul_(F.silu(tile.z, inplace=True)))
             scan.start.copy_(tile.h[:, -1])
     return out, states
 
 
-def backward(
-    dout: Tensor,
-    states: Tensor,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor | None,
-    delta_bias: Tensor,
-    reverse: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
-    du, ddelta, dB, dC = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, delta, B, C))
+    u, z = x.u, x.z
+    du, ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype, device=u.device) for like in (u, x.delta, x.B, x.C))
     # it is summed over the directions in the compute dtype, and then rounded
     dz = None if z is None else torch.empty(u.shape, dtype=states.dtype, device=u.device)
-    dA, dD, dbias = (torch.zeros(x.shape, dtype=states.dtype, device=u.device) for x in (A.mT, D, delta_bias))
-    for images in _blocks(u.shape, A.shape[-1]):
-        scan = _Scan(images, u, delta, A, B, C, D, z, delta_bias, reverse, buffers=3, vectors=9)
+    dA, dD, dbias = (torch.zeros(like.shape, dtype=states.dtype, device=u.device) for like in (x.A.mT, x.D, x.delta_bias))
+    for images in _blocks(u.shape, x.A.shape[-1]):
+        scan = _Scan(images, x, buffers=3, vectors=9)
         dout_rows, carry = dout[images].flatten(1, 2), torch.zeros_like(scan.start)
         for number in reversed(range(scan.count)):
             scan.start.copy_(states[number - 1, images]) if number else scan.start.zero_()
@@ -106,7 +75,7 @@ def backward(
             for whole, part in zip((du, ddelta, dB, dC, dz), gradients, strict=True):
                 if whole is not None:
                     scan.scatter(whole, number, part)
-    dA, dD, dbias = (total.to(x.dtype) for total, x in zip((dA.mT.contiguous(), dD, dbias), (A, D, delta_bias), strict=True))
+    dA, dD, dbias = dA.mT.contiguous().to(x.A.dtype), dD.to(x.D.dtype), dbias.to(x.delta_bias.dtype)
     return du, ddelta, dA, dB, dC, dD, None if z is None else dz.sum(2).to(z.dtype), dbias
 
 
@@ -132,23 +101,23 @@ class _Scan:
     `memory` has `buffers` pieces for a tile's states, then `vectors` pieces for its channels.
     """
 
-    def __init__(self, images, u, delta, A, B, C, D, z, delta_bias, reverse, *, buffers, vectors):
-        dtype, device = compute_dtype(u.dtype), u.device
-        self.images, self.reverse = images, reverse
-        self.inputs = [x[images].flatten(1, 2) for x in (u, delta, B, C)]
-        self.z = None if z is None else z[images]
-        self.A, self.D, self.bias = A.mT.to(dtype).contiguous(), D.to(dtype), delta_bias.to(dtype)
+    def __init__(self, images: slice, x: Arguments, *, buffers: int, vectors: int):
+        dtype, device, N = compute_dtype(x.u.dtype), x.u.device, x.A.shape[-1]
+        self.images, self.reverse = images, x.reverse
+        self.inputs = [rows[images].flatten(1, 2) for rows in (x.u, x.delta, x.B, x.C)]
+        self.z = None if x.z is None else x.z[images]
+        self.A, self.D, self.bias = x.A.mT.to(dtype).contiguous(), x.D.to(dtype), x.delta_bias.to(dtype)
         self.exponents = self.A * math.log2(math.e)
-        self.T, R, E = u.shape[1:]
-        self.length = _tile_tokens(u.shape, A.shape[-1])
+        self.T, R, _ = x.u.shape[1:]
+        self.length = _tile_tokens(x.u.shape, N)
         self.count = -(-self.T // self.length)
         self.shape = (len(self.inputs[0]), *self.A.shape)  # (b,R,N,E)
         self.start = torch.zeros(self.shape, dtype=dtype, device=device)
-        sizes = [self.start.numel()] * buffers + [self.start.numel() // A.shape[-1]] * vectors
+        sizes = [self.start.numel()] * buffers + [self.start.numel() // N] * vectors
         self.memory = [torch.empty(self.length * size, dtype=dtype, device=device) for size in sizes]
         self.buffers = buffers
         tokens = torch.arange(self.T, device=device)
-        tokens = torch.stack([tokens.flip(0) if back else tokens for back in reverse], 1)  # (T,R), in scan order
+        tokens = torch.stack([tokens.flip(0) if back else tokens for back in x.reverse], 1)  # (T,R), in scan order
         self.tokens = tokens.flatten().split(self.length * R)
         self.rows = (tokens * R + torch.arange(R, device=device)).flatten().split(self.length * R)
 

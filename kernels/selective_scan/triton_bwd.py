@@ -20,14 +20,14 @@ Every program writes its own part of dB, dC and the parameters' gradients, and t
 give the same bits. A token beyond T has Δ = 0 and changes no state. Shape letters as in `triton_fwd`.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_fwd import LOG2E, launch, place, programs, shared_arguments, sigmoid, softplus
+from ..triton_launch import launch
+from .reference import Arguments
+from .triton_fwd import LOG2E, configs, place, programs, shared_arguments, sigmoid, softplus
 
 
 @triton.jit
@@ -214,23 +214,12 @@ def span(state_dim: int) -> int:
     return max(1, 32 // state_dim)
 
 
-def backward(
-    dout: Tensor,
-    states: Tensor,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor | None,
-    delta_bias: Tensor,
-    reverse: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
+    u, z = x.u, x.z
     images, T, R, E = u.shape
-    N = A.shape[-1]
-    arguments = shared_arguments(u, delta, A, B, C, D, z, delta_bias, reverse)
+    N = x.A.shape[-1]
+    arguments = shared_arguments(x)
     count, SPAN = programs(u.shape), span(N)
     blocks = count // (images * R)
 
@@ -244,8 +233,7 @@ def backward(
     arguments |= {"dout_ptr": dout.to(u.dtype).contiguous(), "states_ptr": states.contiguous(), "du_ptr": du, "ddelta_ptr": ddelta}
     arguments |= {"dA_ptr": dA, "dB_ptr": dB, "dC_ptr": dC, "dD_ptr": dD, "dz_ptr": dz, "dbias_ptr": dbias}
     arguments |= {"scratch_ptr": fp32(count, arguments["GROUP"] // SPAN, N, arguments["BLOCK"]), "SPAN": SPAN}
-    launch(backward_kernel, count, arguments, u.device)
+    launch(backward_kernel, configs, (), (count,), arguments, u.device, config or configs()[0])
 
     sums = du, ddelta, dA.sum(0).mT, dB.sum(3), dC.sum(3), dD.sum(0), None if z is None else dz.sum(2), dbias.sum(0)
-    inputs = u, delta, A, B, C, D, z, delta_bias
-    return tuple(g if g is None else g.to(x.dtype).contiguous() for g, x in zip(sums, inputs, strict=True))
+    return tuple(g if g is None else g.to(tensor.dtype).contiguous() for g, tensor in zip(sums, x[:8], strict=True))

@@ -7,19 +7,18 @@ its tokens from the end. The next token is loaded while this one is computed.
 exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
 u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be slices of a
-projection's output.
-
-Shape letters: B images, T tokens, R directions, E channels, N states of a channel; the tensors B, C and D are those of the
-equations.
+projection's output. Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..triton_launch import direction_bits, dtype_obstacle, launch
+from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 STATE_DIMS = 8, 16, 32
@@ -143,11 +142,7 @@ def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
     """Why these kernels cannot run A with `state_dim` states and u of `dtype`, or None where they can."""
     if state_dim not in STATE_DIMS:
         return f"A's last axis N is {state_dim}, expected one of {', '.join(map(str, STATE_DIMS))}"
-    if dtype not in DTYPES:
-        return f"u is {dtype}, expected one of {', '.join(map(str, DTYPES))}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "u is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
-    return None
+    return dtype_obstacle("u", dtype, DTYPES)
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
@@ -161,19 +156,17 @@ def constants(state_dim: int, gate: bool) -> dict[str, int]:
     return {"N": state_dim, "BLOCK": BLOCK, "GROUP": GROUP, "GATE": gate}
 
 
-def shared_arguments(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor, reverse: Sequence[bool]
-) -> dict[str, object]:
+def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: activations with their strides, parameters in fp32, and the sizes."""
-    activations = {"u": u, "delta": delta, "B": B, "C": C}
-    activations = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in activations.items()}
-    arguments = {f"{name}_ptr": x for name, x in activations.items()}
-    arguments |= {f"{name}_{axis}": x.stride(i) for name, x in activations.items() for i, axis in enumerate("btr")}
-    gate = u if z is None else z if z.stride(-1) == 1 else z.contiguous()
+    activations = {"u": x.u, "delta": x.delta, "B": x.B, "C": x.C}
+    activations = {name: tensor if tensor.stride(-1) == 1 else tensor.contiguous() for name, tensor in activations.items()}
+    arguments = {f"{name}_ptr": tensor for name, tensor in activations.items()}
+    arguments |= {f"{name}_{axis}": tensor.stride(i) for name, tensor in activations.items() for i, axis in enumerate("btr")}
+    gate = x.u if x.z is None else x.z if x.z.stride(-1) == 1 else x.z.contiguous()
     arguments |= {"z_ptr": gate, "z_b": gate.stride(0), "z_t": gate.stride(1)}
-    arguments |= {f"{name}_ptr": x.float().contiguous() for name, x in (("A", A), ("D", D), ("bias", delta_bias))}
-    sizes = {"T": u.shape[1], "R": u.shape[2], "E": u.shape[3], "reverse": sum(flag << r for r, flag in enumerate(reverse))}
-    return arguments | sizes | constants(A.shape[-1], z is not None)
+    arguments |= {f"{name}_ptr": tensor.float().contiguous() for name, tensor in (("A", x.A), ("D", x.D), ("bias", x.delta_bias))}
+    _, T, R, E = x.u.shape
+    return arguments | {"T": T, "R": R, "E": E, "reverse": direction_bits(x.reverse)} | constants(x.A.shape[-1], x.z is not None)
 
 
 def programs(shape: Sequence[int]) -> int:
@@ -182,39 +175,16 @@ def programs(shape: Sequence[int]) -> int:
     return images * R * -(-E // BLOCK)
 
 
-def launch(kernel, count: int, arguments: dict[str, object], device: torch.device) -> None:
-    """Run `count` programs of `kernel`, a warp each. There is one config: nothing is tuned, and every run gives the same bits."""
-    here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with here:
-        kernel[(count,)](**arguments, num_warps=1, num_stages=1)
+def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
+    """The one config of both kernels, a warp for each program: nothing is tuned, and every run gives the same bits."""
+    return [triton.Config({}, num_warps=1, num_stages=1)]
 
 
-def forward(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor | None,
-    delta_bias: Tensor,
-    reverse: Sequence[bool],
-    keep_states: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
-
-    Args:
-        u, delta: (B,T,R,E) of one dtype. A: (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E).
-        z: (B,T,E), shared by the directions, or None.
-        reverse: R flags; a direction with True is scanned from the last token.
-        keep_states: whether `backward` will follow.
-
-    Returns:
-        out (B,T,R,E) in u's dtype; states in fp32, of shape `states_shape`.
-    """
-    arguments = shared_arguments(u, delta, A, B, C, D, z, delta_bias, reverse)
+def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
+    """out (B,T,R,E) in u's dtype; states in fp32, of shape `states_shape`. For sizes that are not `unsupported`."""
+    u = x.u
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    states = torch.empty(states_shape(u.shape, A.shape[-1], keep_states), dtype=torch.float32, device=u.device)
-    arguments |= {"out_ptr": out, "states_ptr": states, "KEEP": keep_states}
-    launch(forward_kernel, programs(u.shape), arguments, u.device)
+    states = torch.empty(states_shape(u.shape, x.A.shape[-1], keep_states), dtype=torch.float32, device=u.device)
+    arguments = shared_arguments(x) | {"out_ptr": out, "states_ptr": states, "KEEP": keep_states}
+    launch(forward_kernel, configs, (), (programs(u.shape),), arguments, u.device, config or configs()[0])
     return out, states

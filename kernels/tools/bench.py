@@ -1,41 +1,29 @@
 """How fast are the kernels on this GPU, beside the torch backend, other people's kernels, and a copy?
 
 Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. What belongs to one operator, such as
-other people's kernels and the form in which they get the same work, is in its module of cases, see `operators`.
+other people's kernels and the form in which they get the same work, is in its `cases.Cases`.
 
 Times are CUDA events around each call, with the second-level cache cleared before it. Work that is shorter than the tens of
 microseconds that Python needs for a launch shows that time instead: at T = 196 all implementations do. Results are checked by `check`,
 not here.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .check import describe, failure
+from .cases import BOTH_PASSES, FORWARD, Cases, Maker, Sizes
+from .check import failure
+from .resources import describe
 
-BATCH = 64
-TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixels a side
 OURS = ("copy", "triton", "torch")
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
-FORWARD, BOTH_PASSES = "forward", "forward+backward"
-
-# device -> a function and its inputs
-Maker = Callable[[torch.device], tuple[Callable[..., Tensor], list[Tensor]]]
 
 
-def ours(function: Callable[..., Tensor], inputs: Callable[[torch.device], list[Tensor]]) -> dict[str, Maker]:
-    """An operator's own implementations by name: its function on two backends, with the same `inputs`."""
-    return {name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")}
-
-
-def rows(cases: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
+def rows(cases: Cases, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each shape, implementation and pass of an operator, as it is measured.
 
     A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes, gflop,
@@ -51,7 +39,7 @@ def rows(cases: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
                 yield _measured(cases, name, sizes, passes, device, copied["median_ms"], lambda: op_step(make, passes, device))
 
 
-def copy_step(sizes: Any, passes: str, device: torch.device) -> Callable[[], Any]:
+def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], Any]:
     """A call that reads half of the bytes and writes the other half."""
     source = torch.zeros(sizes.bytes(passes) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -76,16 +64,11 @@ def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]
 
 
 def _measured(
-    cases: ModuleType,
-    name: str,
-    sizes: Any,
-    passes: str,
-    device: torch.device,
-    copy_ms: float | None,
-    make: Callable[[], Callable[[], Any]],
+    cases: Cases, name: str, sizes: Sizes, passes: str, device: torch.device, copy_ms: float | None, make: Callable[[], Callable[[], Any]]
 ) -> dict[str, Any]:
+    row = _blank(cases, name, sizes, passes)
     if name not in OURS and (reason := cases.missing(name)):
-        return _blank(cases, name, sizes, passes, "unavailable") | {"reason": reason}
+        return row | {"status": "unavailable", "reason": reason}
     try:
         step = make()
         step()  # compiles and tunes
@@ -94,12 +77,12 @@ def _measured(
         torch.cuda.reset_peak_memory_stats(device)
         step()
         peak = torch.cuda.max_memory_allocated(device) - held
-        return _filled(cases, name, sizes, passes, times(step), copy_ms, peak / 2**20)
+        return _filled(row, times(step), copy_ms, peak / 2**20)
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
-        return _blank(cases, name, sizes, passes, "oom") | failure(error)
+        return row | {"status": "oom"} | failure(error)
     except Exception as error:  # whatever other people's code raises costs one row and not an hour of measuring
-        return _blank(cases, name, sizes, passes, "failed") | failure(error)
+        return row | {"status": "failed"} | failure(error)
 
 
 def times(step: Callable[[], Any]) -> list[float]:
@@ -110,20 +93,17 @@ def times(step: Callable[[], Any]) -> list[float]:
     return taken
 
 
-def _blank(cases: ModuleType, name: str, sizes: Any, passes: str, status: str) -> dict[str, Any]:
-    row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16", "status": status}
+def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
+    row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16", "status": "ok"}
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
     return row | dict.fromkeys(numbers) | {"samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
 
 
-def _filled(
-    cases: ModuleType, name: str, sizes: Any, passes: str, taken: list[float], copy_ms: float | None, peak_mib: float
-) -> dict[str, Any]:
-    row = _blank(cases, name, sizes, passes, "ok")
+def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak_mib: float) -> dict[str, Any]:
     low, median, high = (torch.tensor(taken).quantile(p).item() for p in (0.2, 0.5, 0.8))
-    row |= {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
+    row = row | {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
-    if name == "copy":
+    if row["implementation"] == "copy":
         return row | {"gflop": None, "reason": "a copy computes nothing, and the shares refer to it"}
     row["tflop_per_s"] = row["gflop"] / median
     if copy_ms is None:
@@ -131,7 +111,7 @@ def _filled(
     return row | {"share_of_copy_percent": 100 * copy_ms / median}
 
 
-def summarise(cases: ModuleType, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """At the shape that the operator's goals are about: how many times as fast as the fastest peer, if any; share of a copy."""
     here = {
         (row["implementation"], row["passes"]): row["median_ms"]
@@ -151,18 +131,10 @@ def summarise(cases: ModuleType, measured: Iterable[dict[str, Any]]) -> dict[str
     return found
 
 
-def tuned_configs(cases: ModuleType) -> list[dict[str, Any]]:
+def tuned_configs(cases: Cases) -> list[dict[str, Any]]:
     """The configs that tuning chose in this process for bf16: {operator, kernel, key, config} each."""
     return [
         {"operator": cases.NAME, "kernel": kernel.__name__, "key": [str(part) for part in key], "config": describe(config)}
         for kernel, tuner in cases.tuners()
         for key, config in tuner.cache.items()
     ]
-
-
-def find_version(distribution: str) -> str:
-    """The version of an installed package, or `not installed`."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

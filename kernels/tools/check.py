@@ -2,13 +2,12 @@
 
 It runs where the kernels run: on a GPU, and in parts on a CPU under Triton's interpreter, which has no bf16 and compiles nothing.
 The tests and `repro kernels check` share it, and `bench` refuses to time kernels that do not pass. What belongs to one operator is
-in its module of cases, see `operators`.
+in its `cases.Cases`.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ import triton
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+from .cases import DTYPES, Cases, Check, Sizes
+from .resources import describe
 
 SEEDS = range(5)
-BOTH = (False, True)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# the largest relative error of rounding a number to a dtype
-ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+PEER_LIMIT = 2e-2  # of other people's kernels in fp16
 
 
 def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
@@ -52,7 +50,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def cast(cases: ModuleType, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def cast(cases: Cases, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """An operator's inputs (and dout, if it follows them) as a layer has them: its activations and dout in `dtype`, the others in fp32.
 
     For fp64 all are fp64.
@@ -62,7 +60,7 @@ def cast(cases: ModuleType, inputs: Sequence[Tensor], dtype: torch.dtype) -> lis
     return [x.to(dtype if name in low else compute_dtype(dtype)) for name, x in zip(names, inputs, strict=True)]
 
 
-def differentiate(cases: ModuleType, inputs: Sequence[Tensor], sizes: Any, backend: str) -> dict[str, Tensor]:
+def differentiate(cases: Cases, inputs: Sequence[Tensor], sizes: Sizes, backend: str) -> dict[str, Tensor]:
     """`out` and the gradient of each input by name, by the public operator, from its inputs and dout."""
     *leaves, dout = inputs
     leaves = [x.detach().requires_grad_() for x in leaves]
@@ -71,10 +69,10 @@ def differentiate(cases: ModuleType, inputs: Sequence[Tensor], sizes: Any, backe
 
 
 def run_kernels(
-    cases: ModuleType,
+    cases: Cases,
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
-    sizes: Any,
+    sizes: Sizes,
     config: triton.Config | None = None,
     backward_config: triton.Config | None = None,
 ) -> dict[str, Tensor]:
@@ -85,16 +83,16 @@ def run_kernels(
 
 
 @functools.lru_cache(maxsize=16)
-def draw_case(cases: ModuleType, sizes: Any, seed: int, device: Any = "cpu") -> tuple[list[Tensor], dict[str, Tensor]]:
+def draw_case(cases: Cases, sizes: Sizes, seed: int, device: Any = "cpu") -> tuple[list[Tensor], dict[str, Tensor]]:
     """(inputs and dout, what the reference makes of them), fp64."""
     inputs = cases.draw(seed, sizes, device)
     return inputs, differentiate(cases, inputs, sizes, "reference")
 
 
 def compare(
-    cases: ModuleType,
+    cases: Cases,
     what: str,
-    sizes: Any,
+    sizes: Sizes,
     dtype: str,
     *,
     seeds: Sequence[int] = SEEDS,
@@ -115,7 +113,7 @@ def compare(
     return make_row(cases.NAME, what, sizes, dtype, config or backward_config) | judge(worst, limits)
 
 
-def repeat(cases: ModuleType, sizes: Any, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
+def repeat(cases: Cases, sizes: Sizes, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
     """One row: whether two runs give the same bits."""
     inputs, _ = draw_case(cases, sizes, 0, device)
     with poisoned_memory():
@@ -125,7 +123,7 @@ def repeat(cases: ModuleType, sizes: Any, dtype: str, device: Any, *configs: tri
     return make_row(cases.NAME, "two runs give the same bits", sizes, dtype, config) | {"passed": equal}
 
 
-def compile_op(cases: ModuleType, sizes: Any, device: Any) -> dict[str, Any]:
+def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
     """One row: whether torch.compile(fullgraph=True) under bf16 autocast gives the bits of the same call without it."""
     *inputs, dout = cases.draw(0, sizes, device)
     leaves = [x.float().requires_grad_() for x in inputs]
@@ -143,18 +141,7 @@ def compile_op(cases: ModuleType, sizes: Any, device: Any) -> dict[str, Any]:
     return make_row(cases.NAME, "torch.compile(fullgraph=True)", sizes, "fp32") | {"passed": equal}
 
 
-def compiler_options(config: triton.Config) -> dict[str, int]:
-    """What a config tells the compiler; without maxnreg it is free."""
-    chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
-    return {name: value for name, value in chosen.items() if value is not None}
-
-
-def describe(config: triton.Config) -> dict[str, int]:
-    """A config as results have it: its constants and `compiler_options`."""
-    return {**config.kwargs, **compiler_options(config)}
-
-
-def make_row(operator: str, what: str, sizes: Any, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
+def make_row(operator: str, what: str, sizes: Sizes, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
     """What every row says: {operator, check, the sizes, dtype}, and config where it is not the default one."""
     return {"operator": operator, "check": what, **vars(sizes), "dtype": dtype} | ({"config": describe(config)} if config else {})
 
@@ -169,12 +156,18 @@ def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str,
     }
 
 
+def judge_peer(cases: Cases, theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> dict[str, Any]:
+    """The verdict about other people's output and gradients, by ours."""
+    by_name = [dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in (theirs, ours)]
+    return judge(relative_errors(*by_name), dict.fromkeys(by_name[1], PEER_LIMIT))
+
+
 def failure(error: Exception) -> dict[str, str]:
     """The reason of a row that broke off, in one line."""
     return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
-def rows(cases: ModuleType, device: Any) -> Iterator[dict[str, Any]]:
+def rows(cases: Cases, device: Any) -> Iterator[dict[str, Any]]:
     """Every check of an operator that this device can run, one row each, as it is done.
 
     A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
@@ -187,15 +180,15 @@ def rows(cases: ModuleType, device: Any) -> Iterator[dict[str, Any]]:
     draw_case.cache_clear()
 
 
-def _plan(cases: ModuleType, device: Any) -> Iterator[tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]]:
+def _plan(cases: Cases, device: Any) -> Iterator[Check]:
     """What to call: what a row says if it breaks off, the function, its arguments and its options."""
     interpreted = cases.triton_fwd.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 
-    def comparison(what: str, sizes: Any, dtype: str, **options: Any):
+    def comparison(what: str, sizes: Sizes, dtype: str, **options: Any) -> Check:
         return f"{what}, {sizes}, {dtype}", compare, (cases, what, sizes, dtype), {"device": device, **options}
 
-    def repetition(dtype: str, *configs: triton.Config | None):
+    def repetition(dtype: str, *configs: triton.Config | None) -> Check:
         return f"two runs, {dtype}", repeat, (cases, cases.TYPICAL, dtype, device, *configs), {}
 
     for sizes in cases.ragged(interpreted):

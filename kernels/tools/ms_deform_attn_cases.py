@@ -1,10 +1,9 @@
-"""Multi-scale deformable attention for `check`, `bench`, `resources` and the tests; `operators` says what each name means.
+"""The cases of multi-scale deformable attention. Shape letters: B samples, Q queries, M heads, C channels of a head, L levels, P points.
 
-Shape letters: B samples, Q queries, M heads, C channels of a head, L levels, P points.
+There is no peer: the other kernel that there is, mmcv's, is a compiled operator, which this project does not build.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,41 +12,24 @@ import torch
 import triton
 from torch import Tensor
 
-from ..ms_deform_attn import ms_deform_attn, op, selected_backend, triton_bwd, triton_fwd
-from .bench import FORWARD, Maker, ours
-from .check import DTYPES, ROUNDING
-from .resources import Compilation
+from ..ms_deform_attn import ms_deform_attn, op, triton_bwd, triton_fwd
+from ..ms_deform_attn.reference import Arguments
+from . import cases
+from .cases import ROUNDING
 
-NAME = "ms_deform_attn"
-INPUTS = ("value", "locations", "weights")
-ACTIVATIONS = ("value",)
-FLOOR = 0.0
-BATCH = 16  # the paper's, for detection and for segmentation
 TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
 HEADS = (6, 12)  # of 32 channels: the ViT-Adapters T and B
 
-GOALS = {"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 15, " %")}
-AT = "B 16, T 4200, 12 heads of 32, one level, bf16"
-PEER = None
-DISTRIBUTIONS: dict[str, str] = {}
-
-KERNELS = {
-    "ms_deform_attn_forward": (triton_fwd, triton_fwd.forward_kernel),
-    "ms_deform_attn_backward_points": (triton_fwd, triton_bwd.points_kernel),
-    "ms_deform_attn_backward_value": (triton_bwd, triton_bwd.value_kernel),
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(cases.Sizes):
     """One shape: B samples of T patch tokens in a ViT-Adapter, on a map that is as square as T allows.
 
     With one level it is the extractor's: the queries are the maps of twice, once and half the sides, and the value is the map of T
     tokens. With three levels it is the injector's, the other way round. `crowded` puts all points into one cell of their level.
     """
 
-    batch: int = BATCH
-    tokens: int
+    batch: int = 16  # the paper's, for detection and for segmentation
     heads: int
     head_dim: int = 32
     levels: int = 1
@@ -58,43 +40,113 @@ class Sizes:
         """(h, w) of each level of the value."""
         return self._maps() if self.levels == 3 else self._maps()[1:2]
 
+    def query_maps(self) -> list[tuple[int, int]]:
+        """(h, w) of the maps that the queries are."""
+        return self._maps() if self.levels == 1 else self._maps()[1:2]
+
     def samples_shape(self) -> tuple[int, int, int, int, int]:
         """(B,Q,M,L,P)."""
-        queries = sum(h * w for h, w in self._maps()) if self.levels == 1 else self.tokens
-        return self.batch, queries, self.heads, self.levels, self.points
+        return self.batch, sum(h * w for h, w in self.query_maps()), self.heads, self.levels, self.points
 
     def _maps(self) -> list[tuple[int, int]]:
         h = next(side for side in range(math.isqrt(self.tokens), 0, -1) if self.tokens % side == 0)
         w = self.tokens // h
         return [(2 * h, 2 * w), (h, w), ((h + 1) // 2, (w + 1) // 2)]
 
-    def bytes(self, passes: str) -> int:
-        """What must be read and written at least: the inputs and out; then the inputs, dout and the gradients."""
+    def tensor_bytes(self) -> tuple[int, int]:
         B, Q, M, L, P = self.samples_shape()
         value = 2 * B * sum(h * w for h, w in self.shapes()) * M * self.head_dim
-        out, points = 2 * B * Q * M * self.head_dim, 4 * 3 * B * Q * M * L * P
-        return value + points + out if passes == FORWARD else 3 * (value + points) + 2 * out
+        return value + 4 * 3 * B * Q * M * L * P, 2 * B * Q * M * self.head_dim
 
-    def flop(self, passes: str) -> int:
-        """2 per multiply-add by the operator's own formulas."""
-        shape = self.samples_shape()
-        return op.forward_flops(shape, self.head_dim) + (0 if passes == FORWARD else op.backward_flops(shape, self.head_dim))
+    def flop_of(self, passes: str) -> int:
+        return getattr(op, f"{passes}_flops")(self.samples_shape(), self.head_dim)
 
 
-COMPARED = Sizes(tokens=4200, heads=12)
-SMALL = Sizes(batch=2, tokens=2, heads=2, head_dim=4, levels=3, points=2)
-TYPICAL = Sizes(batch=2, tokens=197, heads=3)
-LONG = tuple(Sizes(batch=1, tokens=tokens, heads=2, levels=levels) for tokens in (4200, 6400) for levels in (1, 3))
+class MSDeformAttnCases(cases.Cases):
+    def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
+        """The kernels' own error, which grows with the pixel coordinates, plus the rounding of results that are in `dtype`."""
+        return (1e-4 if sizes.tokens > 1000 else 2e-5) + (ROUNDING[dtype] if name in ("out", "value") else 0.0)
+
+    def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
+        """value, locations, weights and dout; see `draw_points`."""
+        return draw_points(seed, sizes.shapes(), sizes.samples_shape(), sizes.head_dim, crowded=sizes.crowded, device=device)
+
+    def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
+        shapes = sizes.shapes()
+
+        def run(value: Tensor, locations: Tensor, weights: Tensor, *, backend: str) -> Tensor:
+            return ms_deform_attn(value, shapes, locations, weights, backend=backend)
+
+        return run
+
+    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Arguments:
+        value, locations, weights = inputs
+        return Arguments(value, [size for shape in sizes.shapes() for size in shape], locations, weights)
+
+    def kernels(
+        self, arguments: Arguments, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+    ) -> tuple[Tensor, ...]:
+        """`config` is for both kernels by rows, `backward_config` for the one by pixels."""
+        return triton_fwd.forward(arguments, config), *triton_bwd.backward(dout, arguments, config, backward_config)
+
+    def ragged(self, interpreted: bool) -> list[Sizes]:
+        """Maps of a pixel, of a row and larger, for extractor and injector."""
+        sides = (1, 2, 6, 7) if interpreted else (1, 2, 6, 7, 196, 197)
+        return [Sizes(batch=2, tokens=tokens, heads=2, head_dim=8, levels=levels) for tokens in sides for levels in (1, 3)]
+
+    def variants(self) -> Iterator[tuple[str, Sizes]]:
+        """Numbers of channels and points that are not powers of two; more samples around a pixel than a program takes at once."""
+        yield "five channels, three points", Sizes(batch=2, tokens=6, heads=3, head_dim=5, levels=3, points=3)
+        yield "all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)
+
+    def shapes(self) -> list[Sizes]:
+        """Both numbers of heads at both image sizes, for extractor and injector."""
+        return [Sizes(tokens=tokens, heads=heads, levels=levels) for heads in HEADS for tokens in TOKENS for levels in (1, 3)]
+
+    def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
+        """As an untrained layer gives them: value in bf16, points around the queries' own pixels."""
+        generator = torch.Generator(device).manual_seed(0)
+        B, Q, M, L, P = shape = sizes.samples_shape()
+        tokens = sum(h * w for h, w in sizes.shapes())
+        value = torch.randn(B, tokens, M, sizes.head_dim, generator=generator, device=device).bfloat16()
+        centres = [
+            torch.stack(torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy"), -1).view(-1, 2)
+            for h, w in sizes.query_maps()
+        ]
+        w_h = torch.tensor([(w, h) for h, w in sizes.shapes()], device=device)[:, None]
+        offsets = 2 * torch.randn(*shape, 2, generator=generator, device=device)
+        locations = torch.cat(centres).to(device).view(1, Q, 1, 1, 1, 2) + offsets / w_h
+        weights = torch.randn(B, Q, M, L * P, generator=generator, device=device).softmax(-1).view(shape)
+        return [value, locations, weights]
+
+    def compile_time(self, dtype: torch.dtype, head_dim: int = 32, levels: int = 3) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+        """Six heads and four points, as in the ViT-Adapter T."""
+        constants = {"M": 6, "C": head_dim, "L": levels, "P": 4, "WIDTH": triton.next_power_of_2(head_dim)}
+        return {"heads": 6, "head_dim": head_dim, "levels": levels}, constants, (head_dim,)
 
 
-def limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error, which grows with the pixel coordinates, plus the rounding of results that are in `dtype`."""
-    return (1e-4 if sizes.tokens > 1000 else 2e-5) + (ROUNDING[dtype] if name in ("out", "value") else 0.0)
-
-
-def draw(seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
-    """value, locations, weights and dout; see `draw_points`."""
-    return draw_points(seed, sizes.shapes(), sizes.samples_shape(), sizes.head_dim, crowded=sizes.crowded, device=device)
+CASES = MSDeformAttnCases(
+    NAME="ms_deform_attn",
+    op=op,
+    triton_fwd=triton_fwd,
+    triton_bwd=triton_bwd,
+    INPUTS=("value", "locations", "weights"),
+    ACTIVATIONS=("value",),
+    SMALL=Sizes(batch=2, tokens=2, heads=2, head_dim=4, levels=3, points=2),
+    TYPICAL=Sizes(batch=2, tokens=197, heads=3),
+    LONG=tuple(Sizes(batch=1, tokens=tokens, heads=2, levels=levels) for tokens in (4200, 6400) for levels in (1, 3)),
+    OPTIONS=("head_dim", "levels"),
+    COMPARED=Sizes(tokens=4200, heads=12),
+    GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 15, " %")},
+    AT="B 16, T 4200, 12 heads of 32, one level, bf16",
+    KERNELS={
+        "ms_deform_attn_forward": (triton_fwd, triton_fwd.forward_kernel, {}),
+        "ms_deform_attn_backward_points": (triton_fwd, triton_bwd.points_kernel, {}),
+        "ms_deform_attn_backward_value": (triton_bwd, triton_bwd.value_kernel, {}),
+    },
+    OPERANDS=("value", "out", "dout", "dvalue"),
+    TYPES={"cells_ptr": "*i32", "order_ptr": "*i64", "starts_ptr": "*i64"},
+)
 
 
 def draw_points(
@@ -131,115 +183,3 @@ def draw_points(
     locations = ((corner + within + 0.5) / w_h).float()
     weights = torch.randn(samples_shape, generator=generator, dtype=torch.float64).float()
     return [x.double().to(device) for x in (rows(int(h_w.prod(1).sum())), locations, weights, rows(Q))]
-
-
-def bind(sizes: Sizes) -> Callable[..., Tensor]:
-    """`ms_deform_attn` with the maps of these sizes."""
-    shapes = sizes.shapes()
-
-    def run(value: Tensor, locations: Tensor, weights: Tensor, *, backend: str) -> Tensor:
-        return ms_deform_attn(value, shapes, locations, weights, backend=backend)
-
-    return run
-
-
-def arguments(inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
-    """The arguments of the custom op."""
-    value, locations, weights = inputs
-    return [value, [size for shape in sizes.shapes() for size in shape], locations, weights]
-
-
-def kernels(
-    arguments: Sequence[Any], dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
-) -> tuple[Tensor, ...]:
-    """The output and the gradient of each input. `config` is for both kernels by rows, `backward_config` for the one by pixels."""
-    return triton_fwd.forward(*arguments, config), *triton_bwd.backward(dout, *arguments, config, backward_config)
-
-
-def ragged(interpreted: bool) -> list[Sizes]:
-    """Maps of a pixel, of a row and larger, for extractor and injector; the interpreter is slow and gets the small ones."""
-    sides = (1, 2, 6, 7) if interpreted else (1, 2, 6, 7, 196, 197)
-    return [Sizes(batch=2, tokens=tokens, heads=2, head_dim=8, levels=levels) for tokens in sides for levels in (1, 3)]
-
-
-def variants() -> Iterator[tuple[str, Sizes]]:
-    """Numbers of channels and points that are not powers of two; more samples around a pixel than a program takes at once."""
-    yield "five channels, three points", Sizes(batch=2, tokens=6, heads=3, head_dim=5, levels=3, points=3)
-    yield "all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)
-
-
-def select(backend: str, sizes: Sizes, dtype: torch.dtype, device: Any) -> str:
-    """The backend that runs for a request."""
-    return selected_backend(backend, device, head_dim=sizes.head_dim, levels=sizes.levels, dtype=dtype)
-
-
-def configs(dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
-    """The candidates of the kernels by rows, and of the kernel by pixels."""
-    return triton_fwd.configs(TYPICAL.head_dim), triton_bwd.configs(TYPICAL.head_dim)
-
-
-def peer_checks(device: Any) -> tuple[()]:
-    """None: the other kernel that there is, mmcv's, is a compiled operator, which this project does not build."""
-    return ()
-
-
-def shapes() -> list[Sizes]:
-    """B 16: both numbers of heads at both image sizes, for extractor and injector."""
-    return [Sizes(tokens=tokens, heads=heads, levels=levels) for heads in HEADS for tokens in TOKENS for levels in (1, 3)]
-
-
-def layer_inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """value, locations and weights as an untrained layer gives them: value in bf16, points around the queries' own pixels."""
-    generator = torch.Generator(device).manual_seed(0)
-    B, Q, M, L, P = shape = sizes.samples_shape()
-    tokens = sum(h * w for h, w in sizes.shapes())
-    value = torch.randn(B, tokens, M, sizes.head_dim, generator=generator, device=device).bfloat16()
-    maps = sizes._maps() if L == 1 else sizes.shapes()[1:2]
-    centres = [
-        torch.stack(torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy"), -1).view(-1, 2)
-        for h, w in maps
-    ]
-    w_h = torch.tensor([(w, h) for h, w in sizes.shapes()], device=device)[:, None]
-    offsets = 2 * torch.randn(*shape, 2, generator=generator, device=device)
-    locations = torch.cat(centres).to(device).view(1, Q, 1, 1, 1, 2) + offsets / w_h
-    weights = torch.randn(B, Q, M, L * P, generator=generator, device=device).softmax(-1).view(shape)
-    return [value, locations, weights]
-
-
-def implementations(sizes: Sizes) -> dict[str, Maker]:
-    """Ours alone."""
-    return ours(bind(sizes), functools.partial(layer_inputs, sizes))
-
-
-def missing(name: str) -> str | None:
-    """There are no others."""
-    return None
-
-
-def tuners() -> list[tuple[Any, Any]]:
-    """All three kernels."""
-    return [(kernel, triton_fwd.tuned(kernel, module.configs, COMPARED.head_dim)) for module, kernel in KERNELS.values()]
-
-
-def compilations() -> Iterator[Compilation]:
-    """Every kernel, dtype and config, with the six heads of 32 and the four points of the ViT-Adapter T, on three levels."""
-    for name, (module, _) in KERNELS.items():
-        for dtype in DTYPES:
-            for i in range(len(module.configs(32))):
-                yield compilation(name, dtype, number=i)
-
-
-def compilation(name: str, dtype: str, head_dim: int = 32, levels: int = 3, number: int = 0) -> Compilation:
-    """One of `KERNELS` in one of its configs; number 0 is the default one."""
-    module, kernel = KERNELS[name]
-    return Compilation(
-        name=name,
-        kernel=kernel,
-        operands=("value", "out", "dout", "dvalue"),
-        types={"cells_ptr": "*i32", "order_ptr": "*i64", "starts_ptr": "*i64"},
-        constants={"M": 6, "C": head_dim, "L": levels, "P": 4, "WIDTH": triton.next_power_of_2(head_dim)},
-        config=module.configs(head_dim)[number],
-        dtype=dtype,
-        sizes={"heads": 6, "head_dim": head_dim, "levels": levels},
-        default=number == 0,
-    )

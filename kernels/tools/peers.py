@@ -42,21 +42,9 @@ def _import(name: str) -> ModuleType:
     return module
 
 
-def arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    *,
-    chunk_size: int,
-    eps: float = 1e-6,
-) -> dict[str, Any]:
+def arguments(*inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> dict[str, Any]:
     """The keyword arguments of its functions, from those of `kernels.ttt_linear`: the layout (B,T,H,D) is the same."""
+    q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias = inputs
     B, T = q.shape[:2]
     c = token_scale.repeat(-(-T // chunk_size))[:T]
     eta = (c[None, :, None] * lr)[..., None]
@@ -76,12 +64,6 @@ def arguments(
     }
 
 
-def public(kind: str) -> Callable[..., Tensor]:
-    """Its function of `arguments`, as its users call it, for timing."""
-    function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
-    return lambda **given: function(**given, output_final_state=False)[0]
-
-
 def forget_tuning() -> None:
     """Make the kernels tune again at their next call."""
     for kind in KINDS:
@@ -95,13 +77,13 @@ def forget_tuning() -> None:
 def both_directions(kind: str) -> Callable[..., Tensor]:
     """A function of `ttt_linear_bidir`'s tensors, tuned again: both directions scan forward, as 2·H heads of one call."""
     forget_tuning()
-    function = public(kind)
+    function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
 
     def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, *shared: Tensor, chunk_size: int) -> Tensor:
         H = q.shape[3]
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
         given = arguments(q, k, v, lr.repeat(1, 1, 2), token_scale[0], *(x.flatten(0, 1) for x in shared), chunk_size=chunk_size)
-        return function(**given).unflatten(2, (2, H))
+        return function(**given, output_final_state=False)[0].unflatten(2, (2, H))
 
     return run
 

@@ -13,14 +13,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from .check import compiler_options, describe
 
 TARGETS = 80, 89, 90
 INSTRUCTIONS = "HMMA", "HGMMA", "LDL", "STL", "BAR"
@@ -29,42 +26,45 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """A kernel as it is launched at one size, in one dtype and config.
+    """A kernel as it is launched at one size, in one dtype and config."""
 
-    Args:
-        name: the kernel's name in the record.
-        kernel: the jitted function.
-        operands: its pointers to tensors of `dtype`; its other pointers are to fp32.
-        constants: its compile-time constants except for the config's.
-        config: the config.
-        dtype: fp32, fp16 or bf16.
-        sizes: the sizes that the record shows.
-        types: the types of arguments that are neither such pointers nor i32.
-        default: whether it is the config that runs untuned.
-    """
-
-    name: str
-    kernel: Any
-    operands: Collection[str]
-    constants: Mapping[str, Any]
+    name: str  # the kernel's name in the record
+    kernel: Any  # the jitted function
+    operands: Collection[str]  # its pointers to tensors of `dtype`; its other pointers are to fp32
+    constants: Mapping[str, Any]  # its compile-time constants except for the config's
     config: triton.Config
-    dtype: str
-    sizes: Mapping[str, Any]
-    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    default: bool = True
+    dtype: str  # fp32, fp16 or bf16
+    sizes: Mapping[str, Any]  # what the record shows of them
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of arguments that are neither such pointers nor i32
+    default: bool = True  # whether it is the config that runs untuned
 
     def read(self, target: int) -> dict[str, Any]:
-        """Compile it for sm_`target` and read the binary: the last five keys of a row."""
-        types = dict.fromkeys(self.kernel.arg_names, "i32")
-        for argument in self.kernel.arg_names:
-            if argument.endswith("_ptr"):
-                types[argument] = "*" + (self.dtype if argument.removesuffix("_ptr") in self.operands else "fp32")
-        return machine_code(
-            self.kernel, types | self.types, {**self.constants, **self.config.kwargs}, target, compiler_options(self.config)
-        )
+        """Compile it for sm_`target` and read the binary: the last five keys of a row. Pointers count as aligned to 16 bytes."""
+        names = self.kernel.arg_names
+        constants = {**self.constants, **self.config.kwargs}
+        pointers = [name for name in names if name.endswith("_ptr")]
+        types = dict.fromkeys(names, "i32")
+        types |= {name: "*" + (self.dtype if name.removesuffix("_ptr") in self.operands else "fp32") for name in pointers}
+        types |= self.types | dict.fromkeys(constants, "constexpr")
+        places = {(names.index(name),): value for name, value in constants.items()}
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+        source = ASTSource(fn=self.kernel, signature={name: types[name] for name in names}, constexprs=places, attrs=aligned)
+        binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=compiler_options(self.config))
+        return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
 
 
-def source_hash(cases: ModuleType) -> str:
+def compiler_options(config: triton.Config) -> dict[str, int]:
+    """What a config tells the compiler; without maxnreg it is free."""
+    chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def describe(config: triton.Config) -> dict[str, int]:
+    """A config as results have it: its constants and `compiler_options`."""
+    return {**config.kwargs, **compiler_options(config)}
+
+
+def source_hash(cases: Any) -> str:
     """The first 16 hex digits of a SHA-256 of what the compiler gets of an operator's kernels.
 
     That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout, and the
@@ -102,7 +102,7 @@ def _nest(node: Any) -> Any:
     return [type(node).__name__, *([name, _nest(value)] for name, value in fields.items())]
 
 
-def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:
+def rows(cases: Any) -> Iterator[dict[str, Any]]:
     """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled.
 
     A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype, target,
@@ -114,31 +114,12 @@ def rows(cases: ModuleType) -> Iterator[dict[str, Any]]:
         yield {**labels, **compilation.read(target)}
 
 
-def planned(cases: ModuleType) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
+def planned(cases: Any) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
     """For each of `rows`, in their order: its first six keys, what to compile, and for which target."""
     for one in cases.compilations():
         for target in TARGETS:
             labels = {"operator": cases.NAME, "kernel": one.name, "config": {**one.sizes, **describe(one.config)}}
             yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
-
-
-def machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int, launch: dict[str, Any]) -> dict[str, Any]:
-    """Compile any kernel for sm_`target` and read the binary: the last five keys of a row.
-
-    Args:
-        kernel: the jitted function.
-        types: Triton's type of every argument that is not a constant; pointers, which begin with `*`, count as aligned to 16 bytes.
-        constants: the values of the others.
-        target: the compute capability, such as 90.
-        launch: launch options, such as `num_warps`.
-    """
-    signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
-    places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
-    pointers = [i for i, argument in enumerate(kernel.arg_names) if signature[argument].startswith("*")]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch)
-    return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
 
 
 def _read_binary(cubin: bytes) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The rows of `check`, `bench` and `resources` as text: a line each for the terminal, and Markdown tables for the documentation."""
 
 from collections.abc import Iterable, Mapping
-from types import ModuleType
 from typing import Any
 
+from .cases import Cases
 from .operators import OPERATORS
 
 # what a row calls a size -> how a line prints it
@@ -71,7 +71,7 @@ def bench_table(metrics: Mapping[str, Any], label: str) -> str:
     return "\n\n".join(parts)
 
 
-def goals_table(cases: ModuleType, summary: Mapping[str, Any], label: str) -> str:
+def goals_table(cases: Cases, summary: Mapping[str, Any], label: str) -> str:
     """Markdown: an operator's goals at the shape they are set for, and what was measured on `label`; a dash where nothing was."""
     lines = [f"| `{cases.NAME}`, {cases.AT} | target (H200) | {label} |", "|---|---|---|"]
     for key, (what, target, unit) in cases.GOALS.items():

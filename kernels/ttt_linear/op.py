@@ -1,10 +1,6 @@
 """The public operator TTT-Linear: argument checks, choice of a backend, FLOP count.
 
-The backends `torch` and `triton` are one custom op over a direction axis of length 1 or 2; which of them runs is decided inside it,
-from the device and the sizes. The Triton files, and Triton with them, are imported nowhere else. The backend `reference` is plain
-operations under autograd.
-
-Shape letters: B images, T tokens, R directions, H heads, D head width.
+The custom op has a direction axis of length 1 or 2. Shape letters as in `reference`.
 """
 
 import math
@@ -16,7 +12,7 @@ from torch import Tensor
 from .. import dispatch
 from ..custom_op import CustomOp
 from . import torch_path
-from .reference import ttt_linear_dual
+from .reference import Arguments, ttt_linear_dual
 
 
 def ttt_linear(
@@ -68,11 +64,9 @@ def ttt_linear(
     _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
     if not isinstance(reverse, bool):
         raise TypeError(f"ttt_linear: reverse is {reverse!r}, expected True or False")
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        return _run_reference(q, k, v, lr, *parameters, chunk_size, reverse, eps)
     q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
-    return CUSTOM_OP(q, k, v, lr, *(x.unsqueeze(0) for x in parameters), chunk_size, [reverse], eps, backend=backend).squeeze(2)
+    x = Arguments(q, k, v, lr, *(parameter.unsqueeze(0) for parameter in parameters), chunk_size, [reverse], eps)
+    return CUSTOM_OP(x, backend).squeeze(2)
 
 
 def ttt_linear_bidir(
@@ -105,11 +99,13 @@ def ttt_linear_bidir(
     """
     parameters = token_scale, W0, b0, ln_weight, ln_bias
     _check("ttt_linear_bidir", 2, (q, k, v, lr, *parameters), chunk_size, eps)
-    dispatch.check_backend(backend)
-    if backend == "reference":
-        outs = [_run_reference(*(x[:, :, r] for x in (q, k, v)), lr, *(x[r] for x in parameters), chunk_size, r == 1, eps) for r in (0, 1)]
-        return torch.stack(outs, 2)
-    return CUSTOM_OP(q, k, v, lr, *parameters, chunk_size, [False, True], eps, backend=backend)
+    return CUSTOM_OP(Arguments(q, k, v, lr, *parameters, chunk_size, [False, True], eps), backend)
+
+
+def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
+    """The tensors of `ttt_linear` for index r of the direction axis, from those of `ttt_linear_bidir`."""
+    q, k, v, lr, *parameters = inputs
+    return [q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters)]
 
 
 def selected_backend(
@@ -121,14 +117,7 @@ def selected_backend(
     under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
     `reference` is the dual form under autograd: the same function and FLOP count, but slower, and with the memory that autograd
     needs. `auto` takes `triton` on a GPU that can run these sizes, else `torch`.
-
-    Args:
-        backend: the request.
-        device: where the tensors are.
-        head_dim, chunk_size, dtype: D, the chunk size, and q's dtype.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+    `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of `dispatch.choose_backend`.
     """
     gpu = dispatch.find_gpu(device)
     shared_kib = gpu.shared_memory_per_block_optin // 1024 if gpu else None
@@ -141,14 +130,9 @@ def _load_triton():
     return triton_fwd, triton_bwd
 
 
-def _find_modules(backend, x):
-    chosen = selected_backend(backend, x.q.device, head_dim=x.q.shape[-1], chunk_size=x.chunk_size, dtype=x.q.dtype)
-    return (torch_path, torch_path) if chosen == "torch" else _load_triton()
-
-
-def _run_reference(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
-    with dispatch.no_autocast(q.device.type):
-        return ttt_linear_dual(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size=chunk_size, reverse=reverse, eps=eps)
+def _reference(x: Arguments) -> Tensor:
+    options = {"chunk_size": x.chunk_size, "eps": x.eps}
+    return torch.stack([ttt_linear_dual(*one_direction(x[:9], r), reverse=flag, **options) for r, flag in enumerate(x.reverse)], 2)
 
 
 def _check(op, directions, arguments, chunk_size, eps):
@@ -191,10 +175,12 @@ def backward_flops(shape: Sequence[int], chunk_size: int) -> int:
 
 CUSTOM_OP = CustomOp(
     "ttt_linear",
-    "Tensor q, Tensor k, Tensor v, Tensor lr, Tensor token_scale, Tensor W0, Tensor b0, Tensor ln_weight, Tensor ln_bias, "
-    "SymInt chunk_size, bool[] reverse, float eps",
+    Arguments,
     leading="q",
-    find_modules=_find_modules,
+    select=lambda backend, x: selected_backend(backend, x.q.device, head_dim=x.q.shape[-1], chunk_size=x.chunk_size, dtype=x.q.dtype),
+    reference=_reference,
+    torch_path=torch_path,
+    load_triton=_load_triton,
     result_shapes=lambda module, x, keep_states: (x.q.shape, module.states_shape(x.q.shape, x.chunk_size, keep_states)),
     forward_flops=lambda x: forward_flops(x.q, x.chunk_size),
     backward_flops=lambda x: backward_flops(x.q, x.chunk_size),

@@ -1,18 +1,41 @@
-"""TTT-Linear written as the equations are: the truth that every backend is tested against.
+"""The arguments of TTT-Linear, and its dual form written as the equations are: the truth that every backend is tested against.
 
-Two forms of one function. The primal form updates the state token by token; the dual form (what the backends compute)
-never materialises a per-token state. Both are plain PyTorch operations, differentiable by autograd, in fp64 for fp64
-inputs and in fp32 otherwise.
+No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd, in fp64 for
+fp64 inputs and in fp32 otherwise.
 
-Shape letters: B batch, T tokens, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last one may be short).
+Shape letters: B images, T tokens, R directions, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last one may be short).
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..dispatch import compute_dtype
+
 Inner = Literal["ln", "plain"]
+
+
+class Arguments(NamedTuple):
+    """What a backend gets, for R directions.
+
+    q, k, v: (B,T,R,H,D), of one dtype. lr: (B,T,H), shared by the directions. token_scale: (R,chunk_size). W0: (R,H,D,D).
+    b0, ln_weight, ln_bias: (R,H,D). reverse: R flags; a direction with True is scanned from the last token.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    token_scale: Tensor
+    W0: Tensor
+    b0: Tensor
+    ln_weight: Tensor
+    ln_bias: Tensor
+    chunk_size: int
+    reverse: Sequence[bool]
+    eps: float
 
 
 class InnerLearning(NamedTuple):
@@ -47,14 +70,9 @@ def ttt_linear_dual(
     Five matrix products per chunk (KW, QW, QKᵀ, AG, KᵀG): (3D + 2n) · H·D multiply-adds per token.
 
     Args:
-        q, k, v: (B,T,H,D), any floating dtype.
-        lr: (B,T,H), inner learning rates.
-        token_scale: (chunk_size,), c of the equations.
-        W0: (H,D,D), start weight, row-vector convention Z = KW + β.
-        b0, ln_weight, ln_bias: (H,D), start bias β and the inner LayerNorm's γ and μ; None for `plain`, which has no such.
-        chunk_size: tokens per inner gradient step; may exceed T.
-        reverse: scan from the last token to the first; chunks are cut from that end.
-        eps: added to the variance in the LayerNorms.
+        q, k, v: (B,T,H,D), any floating dtype. lr: (B,T,H). token_scale: (chunk_size,). W0: (H,D,D).
+        b0, ln_weight, ln_bias: (H,D); None for `plain`, which has no such.
+        chunk_size, reverse, eps: as of `op.ttt_linear`.
         inner: `ln`, the layer as it is used, or `plain`, the variant of the paper's Algorithm 1 and of its theorems.
         return_inner: also return what the inner learner did.
 
@@ -73,8 +91,8 @@ def ttt_linear_dual(
             outs.append(Q @ W - (E * (Q @ K.mT)) @ G)
             loss = G
         else:
-            G, loss = _inner_gradient(K @ W + b, V - K, gamma, mu, eps)
-            outs.append(Q + gamma * _normalise(Q @ W + b - (E * (Q @ K.mT + 1)) @ G, eps)[0] + mu)
+            G, loss = inner_gradient(K @ W + b, V - K, gamma, mu, eps)
+            outs.append(Q + gamma * normalise(Q @ W + b - (E * (Q @ K.mT + 1)) @ G, eps)[0] + mu)
             b = b - (step * G).sum(2, keepdim=True)
         W = W - K.mT @ (step * G)
         gradients.append(G)
@@ -85,53 +103,9 @@ def ttt_linear_dual(
     return out, InnerLearning(_finish(gradients, reverse, W.dtype), _finish(losses, reverse, W.dtype))
 
 
-def ttt_linear_primal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor | None = None,
-    ln_weight: Tensor | None = None,
-    ln_bias: Tensor | None = None,
-    *,
-    chunk_size: int = 16,
-    reverse: bool = False,
-    eps: float = 1e-6,
-    inner: Inner = "ln",
-) -> Tensor:
-    """The primal form: a state for every token, W_j = W − c[j] Σ_{s≤j} lr_s K_sᵀ G_s, with G at the chunk's start state W.
-
-    c[j] rescales the whole sum. The sum is therefore what is carried along: W_j is not W_{j−1} minus something.
-    Arguments and result are those of `ttt_linear_dual`.
-    """
-    Q, K, V, rate, c, W, b, gamma, mu = _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse)
-    outs = []
-    for start in range(0, Q.shape[2], chunk_size):
-        dW, db = torch.zeros_like(W), torch.zeros_like(W[:, :, :1])
-        for j in range(min(chunk_size, Q.shape[2] - start)):
-            q_t, k_t, v_t, rate_t = (x[:, :, start + j, None] for x in (Q, K, V, rate))
-            if inner == "plain":
-                G = k_t @ W - v_t
-            else:
-                G = _inner_gradient(k_t @ W + b, v_t - k_t, gamma, mu, eps)[0]
-            dW = dW + k_t.mT @ (rate_t[..., None] * G)
-            db = db + rate_t[..., None] * G
-            W_j = W - c[j] * dW
-            if inner == "plain":
-                outs.append(q_t @ W_j)
-            else:
-                outs.append(q_t + gamma * _normalise(q_t @ W_j + (b - c[j] * db), eps)[0] + mu)
-        W = W_j
-        if inner == "ln":
-            b = b - c[j] * db
-    return _finish(outs, reverse, q.dtype)
-
-
 def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
     """The inputs in the compute dtype, tokens in scan order, heads before tokens: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b (1,H,1,D)."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(q.dtype)
     q, k, v, lr = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
     W = W0.to(dtype).expand(q.shape[0], *W0.shape)
     b, gamma, mu = (None if x is None else x.to(dtype)[None, :, None] for x in (b0, ln_weight, ln_bias))
@@ -143,16 +117,16 @@ def _finish(chunks: list[Tensor], reverse: bool, dtype: torch.dtype) -> Tensor:
     return (joined.flip(1) if reverse else joined).to(dtype)
 
 
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Rows to mean 0 and variance 1 (biased), and the reciprocal standard deviation."""
     centred = x - x.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * rstd, rstd
 
 
-def _inner_gradient(Z: Tensor, target: Tensor, gamma: Tensor, mu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def inner_gradient(Z: Tensor, target: Tensor, gamma: Tensor, mu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """G = dℓ/dZ of ℓ = ½‖γ ⊙ norm(Z) + μ − target‖², and the residual inside the norm."""
-    z, rstd = _normalise(Z, eps)
+    z, rstd = normalise(Z, eps)
     residual = gamma * z + mu - target
     g = residual * gamma
     return (g - g.mean(-1, keepdim=True) - z * (g * z).mean(-1, keepdim=True)) * rstd, residual

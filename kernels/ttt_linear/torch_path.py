@@ -17,8 +17,8 @@ With u = dL/dG, dg = dL/dg = √D/h · proj(u), P = c[n−1] lr ⊙ K, and S' = 
     u  = −Aᵀ dO − P dS'                   dZ = (√D proj(γ² dg) − (g·x) dg − (u·x) G − (u·G) x) / h
     dP = −G dS'ᵀ                          dS = dS' + Kᵀ dZ + Qᵀ dO
 
-Shape letters: B images, T tokens, R directions, H heads, D head width, G = B·R·H groups, m chunks of a segment, n tokens of
-a chunk. A row is one vector of width D of q, k or v; there are B·T·R·H.
+Shape letters as in `reference`, and G = B·R·H groups, m chunks of a segment, n tokens of a chunk. A row is one vector of width D of
+q, k or v; there are B·T·R·H.
 """
 
 import math
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import compute_dtype
+from .reference import Arguments
 
 # Sizes that keep scratch memory in the cache and make operations large enough to pay for their dispatch. Images are taken in blocks
 # of at most _BLOCK_GROUPS groups, and a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk counts as at least 16 tokens,
@@ -48,37 +49,13 @@ def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tu
     return segments + tail - 1 if keep_states else 0, B, R, H, D + 1, D
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-    keep_states: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output, and what the backward pass needs beside the inputs.
-
-    Args:
-        q, k, v: (B,T,R,H,D) of one dtype. lr: (B,T,H). token_scale: (R,chunk_size). W0: (R,H,D,D).
-        b0, ln_weight, ln_bias: (R,H,D).
-        reverse: R flags; a direction with True is scanned from the last token.
-        keep_states: whether `backward` will follow.
-
-    Returns:
-        out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`.
-    """
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
+    """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
+    q, k, v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
     out = torch.empty_like(q)
-    states = torch.empty(states_shape(q.shape, chunk_size, keep_states), dtype=compute_dtype(q.dtype), device=q.device)
+    states = torch.empty(states_shape(q.shape, x.chunk_size, keep_states), dtype=compute_dtype(q.dtype), device=q.device)
     for images in _blocks(q.shape):
-        scan = _Scan(q.shape, states.dtype, lr[images], token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
+        scan = _Scan(x, images)
         S = scan.S0.clone()
         for number, segment in scan.walk(range(len(scan.plan)), S):
             if keep_states and number:
@@ -91,31 +68,16 @@ def forward(
     return out, states
 
 
-def backward(
-    dout: Tensor,
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-) -> tuple[Tensor, ...]:
+def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
     """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s states."""
-    dout, q, k, v = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    dout, q, k, v = (tensor.contiguous() for tensor in (dout, x.q, x.k, x.v))
     B, T, R, H, D = q.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     drate = torch.empty((B, T, R, H, 1), dtype=compute_dtype(q.dtype), device=q.device)
     sums: list[Tensor] = []
     for images in _blocks(q.shape):
-        scan = _Scan(q.shape, states.dtype, lr[images], token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
-        totals = dS, dc, dgamma, dmu = [torch.zeros_like(x) for x in (scan.S0, scan.c, scan.gamma, scan.mu)]
+        scan = _Scan(x, images)
+        totals = dS, dc, dgamma, dmu = [torch.zeros_like(each) for each in (scan.S0, scan.c, scan.gamma, scan.mu)]
         for number, segment in scan.walk(reversed(range(len(scan.plan))), None):
             segment.states[0].copy_(states[number - 1, images].flatten(0, 2) if number else scan.S0)
             segment.load(q[images], k[images], v[images])
@@ -123,16 +85,15 @@ def backward(
             gradients = _segment_backward(segment, dout[images], dS, dc, dgamma, dmu)
             for whole, part in zip((dq, dk, dv, drate), gradients, strict=True):
                 _scatter(whole[images], segment.rows, part)
-        totals = [x.unflatten(0, (-1, R, H)).sum(0) for x in totals]
-        sums = [x + y for x, y in zip(sums, totals, strict=True)] if sums else totals
+        totals = [total.unflatten(0, (-1, R, H)).sum(0) for total in totals]
+        sums = [a + b for a, b in zip(sums, totals, strict=True)] if sums else totals
 
     dS, dc, dgamma, dmu = sums  # (R,H,...)
-    dtoken_scale = torch.zeros_like(token_scale)
+    dtoken_scale = torch.zeros_like(x.token_scale)
     dtoken_scale[:, : dc.shape[-1]] = dc.sum(1)
     sums = drate[..., 0].sum(2), dtoken_scale, dS[:, :, :D], dS[:, :, D], dgamma[:, :, 0], dmu[:, :, 0]
-    inputs = lr, token_scale, W0, b0, ln_weight, ln_bias
     # copies, since the results of an operator must not share memory
-    return dq, dk, dv, *(x.new_empty(x.shape).copy_(gradient) for x, gradient in zip(inputs, sums, strict=True))
+    return dq, dk, dv, *(tensor.new_empty(tensor.shape).copy_(gradient) for tensor, gradient in zip(x[3:9], sums, strict=True))
 
 
 def _images_per_block(shape: Sequence[int]) -> int:
@@ -167,14 +128,15 @@ def _plan(shape: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]]:
 
 
 class _Scan:
-    """What the segments of a block share, per group in the order (B,R,H): parameters, row numbers and rates in scan order."""
+    """What the segments of a block of images share, per group in the order (B,R,H): parameters, row numbers and rates in scan order."""
 
-    def __init__(self, shape, dtype, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps):
-        (_, T, R, H, D), B = shape, lr.shape[0]
-        self.dtype, self.device = dtype, lr.device
+    def __init__(self, inputs: Arguments, images: slice):
+        lr = inputs.lr[images]
+        (_, T, R, H, D), B = inputs.q.shape, lr.shape[0]
+        self.dtype, self.device = compute_dtype(inputs.q.dtype), lr.device
         self.D, self.root = D, math.sqrt(D)
-        self.norm_eps = torch.tensor(math.sqrt(D * eps), dtype=self.dtype, device=self.device)
-        self.plan = _plan(shape, chunk_size)
+        self.norm_eps = torch.tensor(math.sqrt(D * inputs.eps), dtype=self.dtype, device=self.device)
+        self.plan = _plan(inputs.q.shape, inputs.chunk_size)
 
         def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
             return x.to(self.dtype).expand(B, *x.shape).flatten(0, 2)
@@ -182,14 +144,14 @@ class _Scan:
         def numbers(n: int, *shape: int) -> Tensor:
             return torch.arange(n, device=self.device).view(shape)
 
-        self.gamma, self.mu, b = (per_group(x).unsqueeze(1) for x in (ln_weight, ln_bias, b0))  # (G,1,D)
-        S = torch.cat([per_group(W0), b], 1)
+        self.gamma, self.mu, b = (per_group(x).unsqueeze(1) for x in (inputs.ln_weight, inputs.ln_bias, inputs.b0))  # (G,1,D)
+        S = torch.cat([per_group(inputs.W0), b], 1)
         self.S0 = S - S.mean(-1, keepdim=True)  # (G,D+1,D)
-        self.c = per_group(token_scale[:, None, : min(chunk_size, T)].expand(R, H, -1))  # (G, tokens of a full chunk)
+        self.c = per_group(inputs.token_scale[:, None, : min(inputs.chunk_size, T)].expand(R, H, -1))  # (G, tokens of a full chunk)
         forward, backward = numbers(T, T, 1), numbers(T, T, 1).flip(0)
-        token = torch.stack([backward if flag else forward for flag in reverse], 1)[:, None]  # (T,1,R,1)
+        token = torch.stack([backward if flag else forward for flag in inputs.reverse], 1)[:, None]  # (T,1,R,1)
         row = (((numbers(B, B, 1, 1) * T + token) * R + numbers(R, R, 1)) * H + numbers(H, H)).flatten(1)  # (T,G)
-        n, full, _, tail = _split(shape, chunk_size)
+        n, full, _, tail = _split(inputs.q.shape, inputs.chunk_size)
         self.rows = {n: row[: full * n].view(full, n, -1).mT.contiguous()}  # by length of chunk: (chunks,G,n)
         if tail:
             self.rows[T - full * n] = row[full * n :].mT.contiguous().unsqueeze(0)

@@ -20,14 +20,14 @@ Every program writes its own partial sums of the gradients that are shared over 
 atomics: two runs give the same bits. `anchor` is loaded only for `alive`; its value is not used. Shape letters as in `triton_fwd`.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_fwd import alive, launch, place, shared_arguments, start_state
+from ..triton_launch import launch
+from .reference import Arguments
+from .triton_fwd import alive, place, shared_arguments, start_state
 
 
 @triton.jit(do_not_specialize=["T", "R", "H", "reverse", "bucket"])
@@ -262,29 +262,14 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
     return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in options]
 
 
-def backward(
-    dout: Tensor,
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-    config: triton.Config | None = None,
-) -> tuple[Tensor, ...]:
+def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None) -> tuple[Tensor, ...]:
     """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s states.
 
     `config` is one of `configs`; None tunes.
     """
+    q, chunk_size = x.q, x.chunk_size
     B, T, R, H, D = q.shape
-    arguments = shared_arguments(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
+    arguments = shared_arguments(x)
     programs, block = B * R * H, arguments["BLOCK"]
     held = min(arguments["GROUP"], (T + chunk_size - 1) // chunk_size)
 
@@ -292,7 +277,7 @@ def backward(
         return q.new_empty(shape, dtype=torch.float32)
 
     # v's own layout would cost registers here, and spills
-    arguments["v_ptr"] = v.contiguous()
+    arguments["v_ptr"] = x.v.contiguous()
     dq, dk, dv = (torch.empty_like(arguments[f"{name}_ptr"]) for name in "qkv")
     dlr, dscale, dW0 = fp32(B, T, R, H), fp32(B, R, H, chunk_size), fp32(B, R, H, D, D)
     db0, dgamma, dmu = (fp32(B, R, H, D) for _ in range(3))
@@ -302,8 +287,7 @@ def backward(
     arguments |= {"S_ptr": q.new_empty(programs, held, D, D), "vectors_ptr": fp32(programs, held, 2, block)}
     arguments |= {"tiles_ptr": q.new_empty(programs, held, 4, block, D)}
     arguments |= {"squares_ptr": q.new_empty(programs, held, 2, block, block)}
-    launch(backward_kernel, configs, programs, arguments, q.device, config)
+    launch(backward_kernel, configs, (q.dtype, chunk_size, D), (programs,), arguments, q.device, config)
 
     gradients = dq, dk, dv, dlr.sum(2), dscale.sum((0, 2)), dW0.sum(0), db0.sum(0), dgamma.sum(0), dmu.sum(0)
-    inputs = q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias
-    return tuple(g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True))
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:9], strict=True))

@@ -16,17 +16,18 @@ product with ones sums over the tokens without a shuffle. Only full chunks chang
 state's step is always the last c. Where G is an operand it includes lr; A does not.
 
 A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and contributes to no sum.
-Shape letters: B batch, T tokens, R directions, H heads, D head width.
+Shape letters as in `reference`.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..triton_launch import direction_bits, dtype_obstacle, launch
+from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
@@ -172,10 +173,8 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int
         return f"q's last axis D is {width}, expected one of {', '.join(map(str, WIDTHS))}"
     if chunk_size not in CHUNK_SIZES:
         return f"chunk_size is {chunk_size}, expected one of {', '.join(map(str, CHUNK_SIZES))}"
-    if dtype not in DTYPES:
-        return f"q is {dtype}, expected one of {', '.join(map(str, DTYPES))}"
-    if INTERPRETED and dtype == torch.bfloat16:
-        return "q is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
+    if obstacle := dtype_obstacle("q", dtype, DTYPES):
+        return obstacle
     needed = SHARED_KIB.get((width, max(16, chunk_size)), 0) if dtype == torch.float32 else 0
     if shared_kib is not None and needed > shared_kib:
         return f"D {width} with chunk_size {chunk_size} in fp32 needs {needed} KiB of shared memory, the device has {shared_kib}"
@@ -211,68 +210,25 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
     return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in options]
 
 
-def launch(
-    kernel,
-    candidates: Callable[[torch.dtype, int, int], list[triton.Config]],
-    programs: int,
-    arguments: dict[str, object],
-    device: torch.device,
-    config: triton.Config | None,
-) -> None:
-    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic."""
-    sizes = arguments["q_ptr"].dtype, arguments["CHUNK"], arguments["D"]
-    here: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with here:
-        if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
-            tuned(kernel, candidates, *sizes)[(programs,)](**arguments)
-            return
-        config = config or candidates(*sizes)[0]
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
-        kernel[(programs,)](**arguments, **options)
-
-
-@functools.cache
-def tuned(kernel, candidates, dtype: torch.dtype, chunk_size: int, width: int):
-    """The kernel with its candidates, tuned per bucket of T and of the number of programs, constants and dtypes.
-
-    A candidate that does not fit the device's shared memory or registers counts as infinitely slow. The choice is kept on disk.
-    """
-    key = ["bucket", "D", "CHUNK", "KEEP"]
-    return triton.autotune(candidates(dtype, chunk_size, width), key=key, cache_results=True)(kernel)
-
-
-def shared_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-) -> dict[str, object]:
+def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
 
     `bucket` has the powers of two of T and of the number of programs: the best config depends on how full the device is.
     """
-    B, T, R, H, D = q.shape
-    inputs = {"lr": lr, "scale": token_scale, "W0": W0, "b0": b0, "gamma": ln_weight, "mu": ln_bias}
+    B, T, R, H, D = x.q.shape
+    in_fp32 = {"lr": x.lr, "scale": x.token_scale, "W0": x.W0, "b0": x.b0, "gamma": x.ln_weight, "mu": x.ln_bias}
     return {
-        "q_ptr": q.contiguous(),
-        "k_ptr": k.contiguous(),
-        "v_ptr": v,
-        **{f"{name}_ptr": x.float().contiguous() for name, x in inputs.items()},
+        "q_ptr": x.q.contiguous(),
+        "k_ptr": x.k.contiguous(),
+        "v_ptr": x.v,
+        **{f"{name}_ptr": tensor.float().contiguous() for name, tensor in in_fp32.items()},
         "T": T,
         "R": R,
         "H": H,
-        "reverse": sum(flag << r for r, flag in enumerate(reverse)),
-        "eps": eps,
+        "reverse": direction_bits(x.reverse),
+        "eps": x.eps,
         "bucket": 64 * (B * R * H).bit_length() + T.bit_length(),
-        **constants(D, chunk_size),
+        **constants(D, x.chunk_size),
     }
 
 
@@ -286,39 +242,16 @@ def token_rows(v: Tensor) -> int | None:
     return rows if same and not rest and rows >= R * H else None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-    keep_states: bool,
-    config: triton.Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The output, and what the backward pass needs beside the inputs, for sizes that are not `unsupported`.
+def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
+    """out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each. For sizes that are not `unsupported`.
 
-    Args:
-        q, k, v: (B,T,R,H,D) of one dtype. lr: (B,T,H). token_scale: (R,chunk_size). W0: (R,H,D,D).
-        b0, ln_weight, ln_bias: (R,H,D).
-        reverse: R flags; a direction with True is scanned from the last token.
-        keep_states: whether `backward` will follow.
-        config: one of `configs`; None tunes.
-
-    Returns:
-        out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each.
+    `config` is one of `configs`; None tunes.
     """
-    arguments = shared_arguments(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps)
-    if (rows := token_rows(v)) is None:
-        rows, arguments["v_ptr"] = v.shape[2] * v.shape[3], v.contiguous()
-    states = q.new_empty(states_shape(q.shape, chunk_size, keep_states), dtype=torch.float32)
+    arguments = shared_arguments(x)
+    if (rows := token_rows(x.v)) is None:
+        rows, arguments["v_ptr"] = x.v.shape[2] * x.v.shape[3], x.v.contiguous()
+    states = x.q.new_empty(states_shape(x.q.shape, x.chunk_size, keep_states), dtype=torch.float32)
     out = torch.empty_like(arguments["q_ptr"])
     arguments |= {"out_ptr": out, "states_ptr": states, "v_rows": rows, "KEEP": keep_states}
-    launch(forward_kernel, configs, len(states), arguments, q.device, config)
+    launch(forward_kernel, configs, (out.dtype, x.chunk_size, out.shape[-1]), (len(states),), arguments, out.device, config)
     return out, states

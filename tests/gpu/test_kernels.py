@@ -6,7 +6,7 @@ import torch
 from kernels.tools import check
 from kernels.tools.operators import OPERATORS
 from kernels.tools.text import format_check
-from kernels.tools.ttt_linear_cases import Sizes, bind, layer_inputs
+from kernels.tools.ttt_linear_cases import CASES, Sizes
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -20,10 +20,10 @@ def test_every_check_passes(device, name):
 def peak_bytes(tokens, device, backend="auto"):
     """Of a forward and backward pass of `ttt_linear_bidir` above its inputs and their gradients."""
     sizes = Sizes(batch=1, tokens=tokens, heads=3)
-    inputs = [x.requires_grad_() for x in layer_inputs(sizes, device)]
+    inputs = [x.requires_grad_() for x in CASES.layer_inputs(sizes, device)]
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
-    out = bind(sizes)(*inputs, backend=backend)
+    out = CASES.bind(sizes)(*inputs, backend=backend)
     gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - held - sum(x.nbytes for x in gradients)

@@ -59,7 +59,7 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
 
     module = SimpleNamespace(chunk_ttt_linear=stands_in, fused_chunk_ttt_linear=stands_in)
     monkeypatch.setattr(peers, "_import", lambda name: module)
-    cases, sizes = ttt_linear_cases, ttt_linear_cases.Sizes(batch=2, tokens=40, heads=2, head_dim=16)
+    cases, sizes = ttt_linear_cases.CASES, ttt_linear_cases.Sizes(batch=2, tokens=40, heads=2, head_dim=16)
     # with equal weights the gradients of a sum over a LayerNorm's outputs would vanish
     weight = 1 + 0.5 * torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     leaves = [weight if name == "ln_weight" else x for name, x in zip(cases.INPUTS, cases.layer_inputs(sizes, CPU), strict=True)]
@@ -83,12 +83,12 @@ def test_mamba_ssm_gets_the_same_work(monkeypatch):
         return selective_scan(u.mT, delta.mT, A, B.mT, C.mT, D, z.mT, delta_bias).mT
 
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", SimpleNamespace(selective_scan_fn=stands_in))
-    cases, sizes = selective_scan_cases, selective_scan_cases.Sizes(batch=2, tokens=21, channels=32)
+    cases, sizes = selective_scan_cases.CASES, selective_scan_cases.Sizes(batch=2, tokens=21, channels=32)
     torch.testing.assert_close(run_step(cases, sizes, "mamba-ssm", FORWARD).movedim(-1, 1), run_step(cases, sizes, "torch", FORWARD))
     gradients, ours = (run_step(cases, sizes, name, BOTH_PASSES) for name in ("mamba-ssm", "torch"))
     z = gradients.pop("z")  # one for each direction, the second from back to front
     errors = check.relative_errors({"z": (z[:, 0] + z[:, 1].flip(-1)).mT}, {"z": ours["z"]})
-    expected = dict(zip(cases.INPUTS, cases.in_its_layout(list(ours.values())), strict=True))
+    expected = dict(zip(cases.INPUTS, selective_scan_cases.in_its_layout(list(ours.values())), strict=True))
     errors |= check.relative_errors(gradients, {name: expected[name] for name in gradients})
     assert max(errors.values()) < 1e-2, errors
 
@@ -109,16 +109,19 @@ def test_the_summary_compares_with_the_faster_peer():
     mamba = timed("selective_scan", [*bench.OURS, "mamba-ssm"], (1.0, 4.0, 90.0, 5.0), (2.0, 4.0, 90.0, 2.0))
     alone = timed("bi_wkv", bench.OURS, (1.0, 4.0, 90.0), (2.0, 5.0, 90.0))
     rows = [*fla, other_shape, *mamba, *alone]
-    assert bench.summarise(ttt_linear_cases, rows) == {
+    assert bench.summarise(ttt_linear_cases.CASES, rows) == {
         "forward_speedup_over_fla": 4.0 / 2.0,
         "forward_share_of_copy_percent": 100 * 1.0 / 2.0,
         "forward_backward_speedup_over_fla": 12.0 / 8.0,
         "forward_backward_share_of_copy_percent": 100 * 2.0 / 8.0,
     }
-    assert bench.summarise(selective_scan_cases, rows)["forward_backward_speedup_over_mamba_ssm"] == 2.0 / 4.0
-    assert bench.summarise(bi_wkv_cases, rows) == {"forward_share_of_copy_percent": 25.0, "forward_backward_share_of_copy_percent": 40.0}
+    assert bench.summarise(selective_scan_cases.CASES, rows)["forward_backward_speedup_over_mamba_ssm"] == 2.0 / 4.0
+    assert bench.summarise(bi_wkv_cases.CASES, rows) == {
+        "forward_share_of_copy_percent": 25.0,
+        "forward_backward_share_of_copy_percent": 40.0,
+    }
     missing = timed("ttt_linear", [*bench.OURS, "fla chunk"], (1.0, 2.0, 90.0, None), (None,) * 4)
-    found = bench.summarise(ttt_linear_cases, missing)
+    found = bench.summarise(ttt_linear_cases.CASES, missing)
     assert found["forward_speedup_over_fla"] is None and found["forward_share_of_copy_percent"] == 50.0 and found["reason"]
 
 
@@ -128,16 +131,16 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     def broken():
         raise AssertionError("grid\nis too large")
 
-    cases = ttt_linear_cases
-    sizes = cases.Sizes(tokens=196, heads=3)
+    cases = ttt_linear_cases.CASES
+    sizes = ttt_linear_cases.Sizes(tokens=196, heads=3)
     monkeypatch.setattr(peers, "installed", lambda: True)
     row = bench._measured(cases, "fla chunk", sizes, FORWARD, CPU, 1.0, broken)
     assert (row["status"], row["reason"], row["median_ms"]) == ("failed", "AssertionError: grid is too large", None)
     monkeypatch.setattr(peers, "installed", lambda: False)
     unavailable = bench._measured(cases, "fla chunk", sizes, FORWARD, CPU, 1.0, broken)
     assert unavailable["status"] == "unavailable"
-    copied = bench._filled(cases, "copy", sizes, FORWARD, [1.0, 2.0, 3.0], None, 0.0)
-    ours = bench._filled(cases, "triton", sizes, FORWARD, [1.0, 2.0, 3.0], 1.0, 5.0)
+    copied = bench._filled(bench._blank(cases, "copy", sizes, FORWARD), [1.0, 2.0, 3.0], None, 0.0)
+    ours = bench._filled(bench._blank(cases, "triton", sizes, FORWARD), [1.0, 2.0, 3.0], 1.0, 5.0)
     assert ours["share_of_copy_percent"] == 50 and ours["gb_per_s"] == pytest.approx(sizes.bytes(FORWARD) / 2 / 1e6)
     config = cases.configs(torch.bfloat16)[0][0]
     write_record(tmp_path, {"rows": [row, unavailable, copied, ours, {"config": check.describe(config)}]}, {}, 0.0)
@@ -158,7 +161,7 @@ def test_bytes_and_flop_of_ttt_linear():
 def test_bytes_and_flop_of_the_selective_scan():
     """Two samples, T = 10, 32 channels of 16 states: the bytes of the tensors themselves; four multiply-adds a state, twice that back."""
     sizes = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32)
-    activations = sum(x.nbytes for x in selective_scan_cases.layer_inputs(sizes, CPU) if x.dtype == torch.bfloat16)
+    activations = sum(x.nbytes for x in selective_scan_cases.CASES.layer_inputs(sizes, CPU) if x.dtype == torch.bfloat16)
     out = 2 * 10 * 2 * 32 * 2
     assert sizes.bytes(FORWARD) == activations + out
     assert sizes.bytes(BOTH_PASSES) == (activations + out) + (activations + out) + activations
@@ -180,7 +183,7 @@ def test_bytes_and_flop_of_bi_wkv():
 def test_bytes_and_flop_of_deformable_attention(levels, tokens, queries):
     """A map of 3 by 4 pixels beside those of twice and half the sides: the bytes of the tensors themselves."""
     sizes = ms_deform_attn_cases.Sizes(batch=2, tokens=12, heads=2, head_dim=8, levels=levels)
-    value, locations, weights = ms_deform_attn_cases.layer_inputs(sizes, CPU)
+    value, locations, weights = ms_deform_attn_cases.CASES.layer_inputs(sizes, CPU)
     assert value.shape == (2, tokens, 2, 8) and locations.shape == (2, queries, 2, levels, 4, 2)
     read = sum(x.nbytes for x in (value, locations, weights))
     written = 2 * queries * 2 * 8 * 2

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from kernels.bi_wkv import bi_wkv, torch_path
-from kernels.tools import bi_wkv_cases as cases
-from kernels.tools.bi_wkv_cases import INPUTS, Sizes, draw
-from kernels.tools.check import DTYPES, ROUNDING, cast, differentiate, poisoned_memory, relative_error, relative_errors
+from kernels.tools.bi_wkv_cases import CASES as cases
+from kernels.tools.bi_wkv_cases import Sizes
+from kernels.tools.cases import ROUNDING
+from kernels.tools.check import DTYPES, cast, differentiate, poisoned_memory, relative_error, relative_errors
+
+INPUTS, draw = cases.INPUTS, cases.draw
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_wkv.npz"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kernels.bi_wkv.reference import bi_wkv_formula
-from kernels.tools.bi_wkv_cases import Sizes, draw
+from kernels.tools.bi_wkv_cases import CASES, Sizes
 from kernels.tools.check import relative_error
+
+draw = CASES.draw
 
 DATA = {name: torch.from_numpy(x) for name, x in np.load(Path(__file__).parents[1] / "data" / "vrwkv_wkv.npz").items()}
 INPUTS = [DATA[name] for name in ("w_over_T", "u_over_T", "k", "v")]

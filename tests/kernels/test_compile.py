@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from kernels import dispatch, selected_backend
-from kernels.bi_wkv import triton_bwd as wkv_bwd
 from kernels.bi_wkv import triton_fwd as wkv_fwd
 from kernels.ms_deform_attn import triton_bwd as attn_bwd
 from kernels.ms_deform_attn import triton_fwd as attn_fwd
 from kernels.selective_scan import triton_bwd as scan_bwd
-from kernels.tools import bi_wkv_cases, check, ms_deform_attn_cases, resources, selective_scan_cases, ttt_linear_cases
+from kernels.tools import check, resources
 from kernels.tools.operators import INTERPRETED, OPERATORS
 from kernels.ttt_linear import triton_bwd, triton_fwd
 
@@ -128,7 +127,7 @@ CANDIDATES = {
         for chunk_size in triton_fwd.CHUNK_SIZES
         for width in triton_fwd.WIDTHS
     ],
-    "bi_wkv": [wkv_fwd.configs(), wkv_bwd.configs()],
+    "bi_wkv": [wkv_fwd.configs()],
     "ms_deform_attn": [module.configs(head_dim) for module in (attn_fwd, attn_bwd) for head_dim in (1, 5, 32, 64, 256)],
 }
 
@@ -144,9 +143,9 @@ def test_configs_differ(name):
 
 @pytest.mark.parametrize("target", resources.TARGETS)
 @pytest.mark.parametrize("dtype", check.DTYPES)
-@pytest.mark.parametrize("kernel", ttt_linear_cases.KERNELS)
+@pytest.mark.parametrize("kernel", OPERATORS["ttt_linear"].KERNELS)
 def test_ttt_linear_compiles_without_spills(kernel, dtype, target):
-    found = ttt_linear_cases.compilation(kernel, dtype).read(target)
+    found = OPERATORS["ttt_linear"].compilation(kernel, dtype).read(target)
     counts = found["instructions"]
     assert counts["BAR"] > 0 and found["loops"]  # the disassembly was read
     if dtype == "fp32":
@@ -160,13 +159,13 @@ def test_ttt_linear_compiles_without_spills(kernel, dtype, target):
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_other_sizes_of_ttt_linear_fit(kernel, width, chunk_size):
     """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere."""
-    assert ttt_linear_cases.compilation(kernel, "bf16", chunk_size, width).read(89)["shared_bytes"] <= 99 * 1024
+    assert OPERATORS["ttt_linear"].compilation(kernel, "bf16", chunk_size=chunk_size, width=width).read(89)["shared_bytes"] <= 99 * 1024
 
 
 @pytest.mark.parametrize(("width", "chunk_size"), [(64, 32), (128, 16)])
 def test_shared_memory_of_fp32_is_what_the_table_says(width, chunk_size):
     """`SHARED_KIB` says which sizes need more than 99 KiB, and how much; the rest fits."""
-    found = ttt_linear_cases.compilation("ttt_linear_backward", "fp32", chunk_size, width).read(89)["shared_bytes"]
+    found = OPERATORS["ttt_linear"].compilation("ttt_linear_backward", "fp32", chunk_size=chunk_size, width=width).read(89)["shared_bytes"]
     needed = triton_fwd.SHARED_KIB.get((width, chunk_size))
     assert -(-found // 1024) == needed if needed else found <= 99 * 1024
 
@@ -203,7 +202,7 @@ def test_sizes_that_triton_does_not_take(chunk_size, head_dim, dtype, backend):
 @pytest.mark.parametrize(("dtype", "target"), [*itertools.product(("fp32", "bf16"), resources.TARGETS), ("fp16", 90)])
 @pytest.mark.parametrize("kernel", ["selective_scan_forward_keeping_states", "selective_scan_backward"])
 def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
-    found = selective_scan_cases.compilation(kernel, dtype).read(target)
+    found = OPERATORS["selective_scan"].compilation(kernel, dtype).read(target)
     assert found["loops"] and found["shared_bytes"] <= 4096
     if (kernel, target) == ("selective_scan_backward", 80):  # its 255 registers are a few too few
         assert found["stack_bytes"] <= 128
@@ -215,14 +214,19 @@ def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
     ("kernel", "gate", "state_dim"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)]
 )
 def test_other_sizes_of_the_selective_scan_compile(kernel, gate, state_dim):
-    assert selective_scan_cases.compilation(f"selective_scan_{kernel}", "bf16", state_dim, gate).read(90)["registers"] <= 255
+    assert (
+        OPERATORS["selective_scan"].compilation(f"selective_scan_{kernel}", "bf16", state_dim=state_dim, gate=gate).read(90)["registers"]
+        <= 255
+    )
 
 
 def test_sums_of_the_selective_scan_take_few_shuffles():
     """Forward, a thread has all states of its channel: a few shuffles exchange the layout of loaded rows. Backward, a token has three
     sums over states, two steps for each of four values a thread, and two over channels, three steps each.
     """
-    forward, backward = (selective_scan_cases.compilation(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward"))
+    forward, backward = (
+        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward")
+    )
     assert forward["loops"][0]["SHFL"] <= 8
     assert max(loop["SHFL"] for loop in backward["loops"]) == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
 
@@ -235,16 +239,15 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
     [("forward", "bf16", 90), ("forward_keeping_states", "fp16", 80), ("backward", "bf16", 90), ("backward", "fp32", 89)],
 )
 def test_bi_wkv_compiles_without_spills(kernel, dtype, target):
-    found = bi_wkv_cases.compilation(f"bi_wkv_{kernel}", dtype).read(target)
+    found = OPERATORS["bi_wkv"].compilation(f"bi_wkv_{kernel}", dtype).read(target)
     assert found["loops"] and spills(found) == (0, 0, 0)
     assert found["registers"] <= 128 and found["shared_bytes"] == 0
     # a channel is one thread's: nothing passes between threads but the one decision at the start
     assert sum(loop[kind] for loop in found["loops"] for kind in ("BAR", "SHFL")) == 0
 
 
-@pytest.mark.parametrize("module", [wkv_fwd, wkv_bwd])
-def test_bi_wkv_gives_a_channel_to_a_thread(module):
-    assert all(config.kwargs["BLOCK_C"] == 32 * config.num_warps for config in module.configs())
+def test_bi_wkv_gives_a_channel_to_a_thread():
+    assert all(config.kwargs["BLOCK_C"] == 32 * config.num_warps for config in wkv_fwd.configs())
 
 
 # Deformable attention: the widths of the ViT-Adapters, the widest that there may be, and one that is no power of two
@@ -262,7 +265,7 @@ def test_bi_wkv_gives_a_channel_to_a_thread(module):
     ],
 )
 def test_deformable_attention_compiles_without_spills(kernel, dtype, target, head_dim):
-    found = ms_deform_attn_cases.compilation(f"ms_deform_attn_{kernel}", dtype, head_dim).read(target)
+    found = OPERATORS["ms_deform_attn"].compilation(f"ms_deform_attn_{kernel}", dtype, head_dim=head_dim).read(target)
     assert len(found["loops"]) == (2 if kernel == "backward_value" else 3)  # one for each stretch of the order, or for each level
     assert spills(found) == (0, 0, 0)
     assert found["registers"] <= 128 and found["shared_bytes"] <= 2048

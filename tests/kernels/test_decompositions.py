@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from kernels.bi_wkv import bi_wkv
 from kernels.decompositions import DECOMPOSITIONS, bi_wkv_by_scan
-from kernels.tools import bi_wkv_cases
+from kernels.tools.bi_wkv_cases import CASES, Sizes
 from kernels.tools.operators import OPERATORS
 
 SCANS = {name: cases for name, cases in OPERATORS.items() if getattr(torch.ops.vision_ttt, name).default in DECOMPOSITIONS}
@@ -39,6 +40,6 @@ def test_the_selective_scan_without_a_gate():
 
 @pytest.mark.parametrize("tokens", [1, 2, 13])
 def test_bi_wkv_with_keys_whose_powers_would_overflow(tokens):
-    inputs = bi_wkv_cases.draw(0, bi_wkv_cases.Sizes(batch=3, tokens=tokens, channels=9), decay=1.0, keys=400.0)[:-1]
+    inputs = CASES.draw(0, Sizes(batch=3, tokens=tokens, channels=9), decay=1.0, keys=400.0)[:-1]
     out, _ = bi_wkv_by_scan(*inputs, "auto", False)
-    torch.testing.assert_close(out, bi_wkv_cases.bi_wkv(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, bi_wkv(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)

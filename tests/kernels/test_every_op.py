@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.tools import check
-from kernels.tools.bench import BOTH_PASSES, FORWARD
+from kernels.tools.cases import BOTH_PASSES, FORWARD, ROUNDING
 from kernels.tools.operators import INTERPRETED, OPERATORS
 
 BACKEND = "triton" if INTERPRETED else "torch"
@@ -74,7 +74,7 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
             got = check.differentiate(cases, given, sizes, "torch")
         errors = check.relative_errors(got, want, cases.FLOOR)
         own = {name: 1e-9 if dtype == torch.float64 else cases.limit(name, torch.float32, sizes) for name in errors}
-        limits = {name: own[name] + (check.ROUNDING[dtype] if got[name].dtype == dtype else 0.0) for name in errors}
+        limits = {name: own[name] + (ROUNDING[dtype] if got[name].dtype == dtype else 0.0) for name in errors}
         assert check.judge(errors, limits)["passed"], (dtype, errors, limits)
         assert [x.dtype for x in got.values()] == [dtype, *(x.dtype for x in given[:-1])]
 

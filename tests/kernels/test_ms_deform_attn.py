@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from kernels.ms_deform_attn import ms_deform_attn, selected_backend
-from kernels.tools.check import ROUNDING, poisoned_memory, relative_error
-from kernels.tools.ms_deform_attn_cases import INPUTS, Sizes, draw, draw_points
+from kernels.tools.cases import ROUNDING
+from kernels.tools.check import poisoned_memory, relative_error
+from kernels.tools.ms_deform_attn_cases import CASES, Sizes, draw_points
+
+INPUTS, draw = CASES.INPUTS, CASES.draw
 
 # (B,Q,M,L,P), C and the levels: single pixels, single rows, one level and many, sides that are multiples of nothing
 SIZES = [

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from kernels.selective_scan import selective_scan, selective_scan_bidir, torch_path
-from kernels.selective_scan.op import CUSTOM_OP
-from kernels.tools import selective_scan_cases as cases
+from kernels.selective_scan.op import CUSTOM_OP, one_direction
 from kernels.tools.check import differentiate, relative_error, relative_errors
-from kernels.tools.selective_scan_cases import INPUTS, Sizes, draw, one_direction
+from kernels.tools.selective_scan_cases import CASES as cases
+from kernels.tools.selective_scan_cases import Sizes
+
+INPUTS, draw = cases.INPUTS, cases.draw
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vim_scan.npz"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])

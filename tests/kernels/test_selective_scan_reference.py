@@ -9,7 +9,9 @@ import torch
 from kernels import dispatch
 from kernels.selective_scan.reference import selective_scan_recurrence
 from kernels.tools.check import relative_error
-from kernels.tools.selective_scan_cases import Sizes, draw, one_direction
+from kernels.tools.selective_scan_cases import CASES, Sizes, one_direction
+
+draw = CASES.draw
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vim_scan.npz"
 

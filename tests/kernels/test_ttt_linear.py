@@ -8,10 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import ttt_linear, ttt_linear_bidir
-from kernels.tools import ttt_linear_cases as cases
 from kernels.tools.check import differentiate, relative_error, relative_errors
-from kernels.tools.ttt_linear_cases import INPUTS, Sizes, draw, one_direction
+from kernels.tools.ttt_linear_cases import CASES as cases
+from kernels.tools.ttt_linear_cases import Sizes, one_direction
 from kernels.ttt_linear import torch_path
+
+INPUTS, draw = cases.INPUTS, cases.draw
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "ttt_linear.npz"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from kernels.tools.check import relative_error
-from kernels.tools.ttt_linear_cases import Sizes, draw, one_direction
-from kernels.ttt_linear.reference import ttt_linear_dual, ttt_linear_primal
+from kernels.tools.ttt_linear_cases import CASES, Sizes, one_direction
+from kernels.ttt_linear.reference import _finish, _prepare, inner_gradient, normalise, ttt_linear_dual
+
+draw = CASES.draw
 
 T = 21
 
@@ -13,6 +15,36 @@ T = 21
 def draw_inputs(batch, tokens, heads, head_dim, chunk_size):
     """The nine arguments of one direction, fp64."""
     return one_direction(draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size))[:-1])
+
+
+def ttt_linear_primal(
+    q, k, v, lr, token_scale, W0, b0=None, ln_weight=None, ln_bias=None, *, chunk_size, reverse=False, eps=1e-6, inner="ln"
+):
+    """The primal form: a state for every token, W_j = W − c[j] Σ_{s≤j} lr_s K_sᵀ G_s, with G at the chunk's start state W.
+
+    c[j] rescales the whole sum. The sum is therefore what is carried along: W_j is not W_{j−1} minus something.
+    """
+    Q, K, V, rate, c, W, b, gamma, mu = _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse)
+    outs = []
+    for start in range(0, Q.shape[2], chunk_size):
+        dW, db = torch.zeros_like(W), torch.zeros_like(W[:, :, :1])
+        for j in range(min(chunk_size, Q.shape[2] - start)):
+            q_t, k_t, v_t, rate_t = (x[:, :, start + j, None] for x in (Q, K, V, rate))
+            if inner == "plain":
+                G = k_t @ W - v_t
+            else:
+                G = inner_gradient(k_t @ W + b, v_t - k_t, gamma, mu, eps)[0]
+            dW = dW + k_t.mT @ (rate_t[..., None] * G)
+            db = db + rate_t[..., None] * G
+            W_j = W - c[j] * dW
+            if inner == "plain":
+                outs.append(q_t @ W_j)
+            else:
+                outs.append(q_t + gamma * normalise(q_t @ W_j + (b - c[j] * db), eps)[0] + mu)
+        W = W_j
+        if inner == "ln":
+            b = b - c[j] * db
+    return _finish(outs, reverse, q.dtype)
 
 
 def run(form, inputs, inner, **options):

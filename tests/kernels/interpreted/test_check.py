@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kernels.selective_scan import selective_scan
-from kernels.tools import check, selective_scan_cases
+from kernels.tools import check
 from kernels.tools.operators import OPERATORS
+from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
 from repro.core.record import write_record
 
 

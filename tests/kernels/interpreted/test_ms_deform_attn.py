@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from kernels.ms_deform_attn import ms_deform_attn, triton_bwd, triton_fwd
-from kernels.tools.check import ROUNDING, poisoned_memory, relative_error
-from kernels.tools.ms_deform_attn_cases import INPUTS, draw_points
+from kernels.ms_deform_attn.reference import Arguments
+from kernels.tools.cases import ROUNDING
+from kernels.tools.check import poisoned_memory, relative_error
+from kernels.tools.ms_deform_attn_cases import CASES, draw_points
+
+INPUTS = CASES.INPUTS
 
 # (B,Q,M,L,P), C and the levels: rows and channels that fill no block, single pixels and rows, as many levels as there may be
 SIZES = [
@@ -91,8 +95,8 @@ def test_nan_in_a_pixel_stays_around_it():
 
 def test_other_configs():
     value, locations, weights, dout = draw(((3, 4), (2, 2)), (1, 11, 2, 2, 2), 24)
-    arguments = value, [3, 4, 2, 2], locations, weights
+    arguments = Arguments(value, [3, 4, 2, 2], locations, weights)
     rows, pixels = triton_fwd.configs(24), triton_bwd.configs(24)
-    expected = triton_fwd.forward(*arguments, rows[0]), *triton_bwd.backward(dout, *arguments, rows[0], pixels[0])
+    expected = triton_fwd.forward(arguments, rows[0]), *triton_bwd.backward(dout, arguments, rows[0], pixels[0])
     for one, other in ((rows[1], pixels[1]), (rows[2], pixels[2]), (rows[3], pixels[0])):
-        assert_near((triton_fwd.forward(*arguments, one), *triton_bwd.backward(dout, *arguments, one, other)), expected, 2e-6)
+        assert_near((triton_fwd.forward(arguments, one), *triton_bwd.backward(dout, arguments, one, other)), expected, 2e-6)

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from kernels.selective_scan import selective_scan, selective_scan_bidir, triton_fwd
+from kernels.selective_scan.reference import Arguments
 from kernels.tools import check
-from kernels.tools import selective_scan_cases as cases
-from kernels.tools.selective_scan_cases import INPUTS, Sizes, draw, one_direction
+from kernels.tools.selective_scan_cases import CASES as cases
+from kernels.tools.selective_scan_cases import Sizes, one_direction
+
+INPUTS, draw = cases.INPUTS, cases.draw
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -49,7 +52,7 @@ def test_parts_of_a_projection_are_taken_as_they_are():
     inputs = cases.layer_inputs(Sizes(batch=2, tokens=3, channels=32), torch.device("cpu"))
     given = dict(zip(INPUTS, inputs, strict=True))
     assert not any(given[name].is_contiguous() for name in ("delta", "B", "C", "z"))
-    taken = triton_fwd.shared_arguments(*inputs, [False, True])
+    taken = triton_fwd.shared_arguments(Arguments(*inputs, [False, True]))
     assert all(taken[f"{name}_ptr"] is given[name] for name in cases.ACTIVATIONS)
     inputs = [x.half() if x.dtype == torch.bfloat16 else x for x in inputs]
     plain = [x.contiguous() for x in inputs]
@@ -73,7 +76,7 @@ def test_all_states_are_written(monkeypatch):
     sizes = Sizes(batch=1, tokens=10, channels=8)
     inputs = [x.float() for x in draw(0, sizes)[:-1]]
     with check.poisoned_memory():
-        _, states = triton_fwd.forward(*cases.arguments(inputs, sizes), True)
+        _, states = triton_fwd.forward(cases.arguments(inputs, sizes), True)
     assert states.shape == triton_fwd.states_shape(inputs[0].shape, 16, True) == (1, 2, 1, 16, 8) and not states.isnan().any()
 
 

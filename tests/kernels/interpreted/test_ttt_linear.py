@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels import ttt_linear, ttt_linear_bidir
+from kernels import triton_launch, ttt_linear, ttt_linear_bidir
 from kernels.tools import check
-from kernels.tools import ttt_linear_cases as cases
-from kernels.tools.ttt_linear_cases import Sizes, arguments, draw, one_direction, small
+from kernels.tools.ttt_linear_cases import CASES as cases
+from kernels.tools.ttt_linear_cases import Sizes, one_direction, small
 from kernels.ttt_linear import triton_bwd, triton_fwd
+
+arguments, draw = cases.arguments, cases.draw
 
 
 def draw_arguments(sizes, dtype=torch.float32):
@@ -52,12 +54,12 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
     kernels = {triton_fwd: triton_fwd.forward_kernel, triton_bwd: triton_bwd.backward_kernel}
     shapes = [Sizes(batch=batch, tokens=tokens, heads=1) for batch, tokens in ((1, 20), (1, 21), (1, 40), (4, 20))]
     want = {sizes: check.run_kernels(cases, draw(0, sizes), torch.float16, sizes) for sizes in shapes}
-    tuners = {module: triton_fwd.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64) for module, kernel in kernels.items()}
+    tuners = {module: triton_launch.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64) for module, kernel in kernels.items()}
     benchmarked = []
     for tuner in tuners.values():
         tuner._do_bench = lambda call, quantiles: (call(), benchmarked.append(1), [1.0, 1.0, 1.0])[-1]
-    monkeypatch.setattr(triton_fwd, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel))
-    monkeypatch.setattr(triton_fwd, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel))
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     for sizes in shapes:
         torch.use_deterministic_algorithms(deterministic)
         got = check.run_kernels(cases, draw(0, sizes), torch.float16, sizes)
@@ -79,7 +81,7 @@ def test_v_as_a_part_of_a_wider_projection(batch, tokens):
     part = wide[:, :, 3:]
     assert triton_fwd.token_rows(part) == 15 or tokens == 1
     for other in (part, v.transpose(1, 2).contiguous().transpose(1, 2), v.mT.contiguous().mT):
-        assert all(map(torch.equal, cases.kernels([*given[:2], other, *given[3:]], dout), expected))
+        assert all(map(torch.equal, cases.kernels(given._replace(v=other), dout), expected))
     assert triton_fwd.token_rows(v[:, :1].expand_as(v)) is None or tokens == 1
 
 
@@ -87,7 +89,7 @@ def test_nan_stays_where_it_belongs():
     """A NaN in a key reaches its own chunk's later tokens and those that are scanned after it, in its head only."""
     given, _ = draw_arguments(Sizes(batch=1, tokens=50, heads=2))
     given[1][0, 20, :, 1] = float("nan")
-    out, _ = triton_fwd.forward(*given, False)
+    out, _ = triton_fwd.forward(given, False)
     nan = out.isnan().any(-1)[0]  # (T,R,H)
     assert not nan[..., 0].any()
     assert not nan[:16, 0, 1].any() and nan[32:, 0, 1].all() and not nan[34:, 1, 1].any() and nan[:18, 1, 1].all()
@@ -96,7 +98,7 @@ def test_nan_stays_where_it_belongs():
 def test_all_states_are_written():
     given, _ = draw_arguments(Sizes(batch=1, tokens=300, heads=1))
     with check.poisoned_memory():
-        _, states = triton_fwd.forward(*given, True)
+        _, states = triton_fwd.forward(given, True)
     assert states.shape == triton_fwd.states_shape(given[0].shape, 16, True) and not states.isnan().any()
 
 
