@@ -21,24 +21,23 @@ class Kind:
 
     Args:
         name: the kind in params.yaml and in manifests.
-        parts: the format of each part -> where it begins below the root. `folders` is train/<class>/ and val/<class>/.
         layout: what the root holds, for messages.
         check: the function of this package that `repro data check` calls with (root, report, depth).
+        parts: the format of each part -> where it begins below the root. `folders` is train/<class>/ and val/<class>/.
         class_names: gives the names that class folders may have; None allows any.
         sorting: advice where images are not sorted into class folders.
         official: (name, counts) of the published data set; a manifest lists the departures from it.
         size_gb: disk space in 1e9 bytes once the archives are removed; None where it depends on settings or on the user.
-        settings_key: of an embedded kind, the key of its settings in a cell of prepare_data.
-        settings: of an embedded kind, the class of its settings.
-        writer: of an embedded kind, the function of this package that is called with (root, settings).
+        settings_key, settings, writer: of an embedded kind, the key of its settings in a cell of prepare_data, their class, and the
+            function of this package that is called with (root, settings).
         upright: whether images are turned as their EXIF data say. Published numbers on ImageNet leave them as they are stored.
         paired: whether training images of the same name belong in one batch.
     """
 
     name: str
-    parts: Mapping[Format, str]
     layout: str
     check: str
+    parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": "."})
     class_names: Callable[[], Sequence[str]] | None = None
     sorting: str = "sort them into one folder per class (docs/data.md)"
     official: tuple[str, ExpectedCounts] | None = None
@@ -54,11 +53,7 @@ class Kind:
         return "" if self.parts[part] == "." else f"{self.parts[part]}/"
 
     def write(self, root: Path, settings: Any) -> None:
-        """Write an embedded data set.
-
-        Raises:
-            UserError: `root` holds other files, or the settings cannot be met.
-        """
+        """Write an embedded data set; raises UserError where `root` holds other files, or the settings cannot be met."""
         load_function(self.writer)(root, settings)
 
     @property
@@ -83,7 +78,6 @@ KINDS = {
     for kind in (
         Kind(
             name="digits",
-            parts={"folders": "."},
             layout="train/digit_<0-9>/ and val/digit_<0-9>/",
             check="check.folders.check_digits",
             class_names=lambda: DigitsSettings.CLASSES,
@@ -93,7 +87,6 @@ KINDS = {
         ),
         Kind(
             name="imagenet",
-            parts={"folders": "."},
             layout="train/<wnid>/ and val/<wnid>/, a thousand folders each",
             check="check.folders.check_imagenet",
             class_names=list_wnids,
@@ -101,16 +94,9 @@ KINDS = {
             official=("ImageNet-1K", IMAGENET_1K),
             size_gb=150,
         ),
-        Kind(
-            name="folder",
-            parts={"folders": "."},
-            layout="train/<class>/ and val/<class>/",
-            check="check.folders.check_folder",
-            upright=True,
-        ),
+        Kind(name="folder", layout="train/<class>/ and val/<class>/", check="check.folders.check_folder", upright=True),
         Kind(
             name="connect",
-            parts={"folders": "."},
             layout="train/{apart,joined}/ and val/{apart,joined}/",
             check="check.folders.check_connect",
             class_names=lambda: ConnectSettings.CLASSES,
@@ -155,12 +141,7 @@ def load_function(name: str) -> Callable[..., Any]:
     training as it is.
     """
     module, _, function = name.rpartition(".")
-    return getattr(load_module(module), function)
-
-
-def load_module(name: str) -> Any:
-    """A module of this package by its name; see `load_function`."""
-    return importlib.import_module(f".{name}", __package__)
+    return getattr(importlib.import_module(f".{module}", __package__), function)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,9 +151,7 @@ class PrepareData:
     Args:
         kind: a row of `KINDS`.
         expected: what the data set must hold; only a `folder` may leave it out.
-        generate: how `digits` is written; only there.
-        draw: how `scenes` is written; only there.
-        curves: how `connect` is written; only there.
+        generate, draw, curves: how `digits`, `scenes` and `connect` are written; each only there.
     """
 
     kind: Literal[tuple(KINDS)]
@@ -193,8 +172,3 @@ class PrepareData:
         """How an embedded data set is written; None for one that must be there."""
         key = KINDS[self.kind].settings_key
         return getattr(self, key) if key else None
-
-    @property
-    def embedded(self) -> bool:
-        """Whether the project writes the data set itself."""
-        return self.settings is not None

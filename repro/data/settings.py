@@ -15,6 +15,11 @@ SPLITS = ("train", "val")
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
 
+def _check_pair(name: str, pair: tuple[float, ...], wanted: str) -> None:
+    if len(pair) != 2 or pair[0] > pair[1]:
+        raise ValueError(f"{name}: expected {wanted}, got {list(pair)}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformSettings:
     """How an image becomes a tensor; the names are those of timm's `create_transform`, which does the work.
@@ -44,10 +49,8 @@ class TransformSettings:
     std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
 
     def __post_init__(self) -> None:
-        for name in ("scale", "ratio"):
-            pair = getattr(self, name)
-            if len(pair) != 2 or pair[0] > pair[1]:
-                raise ValueError(f"{name}: expected [smallest, largest], got {list(pair)}")
+        _check_pair("scale", self.scale, "[smallest, largest]")
+        _check_pair("ratio", self.ratio, "[smallest, largest]")
         for name in ("mean", "std"):
             if len(getattr(self, name)) != 3:
                 raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
@@ -70,13 +73,7 @@ class TransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:
-    """How the embedded `digits` data set is written; see `embedded.digits`.
-
-    Args:
-        image_size: side of the PNGs in pixels.
-        val_fraction: share of each class that goes to val.
-        seed: seed of the split.
-    """
+    """How the embedded `digits` are written: side of the PNGs in pixels, share of each class that goes to val, seed of the split."""
 
     CLASSES: ClassVar[tuple[str, ...]] = tuple(f"digit_{digit}" for digit in range(10))
 
@@ -87,14 +84,10 @@ class DigitsSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScenesSettings:
-    """How the embedded `scenes` data set is drawn; see `embedded.scenes`.
+    """How the embedded `scenes` are drawn: side in pixels, number of images, seed of the drawing.
 
-    Args:
-        image_size: side of the images in pixels.
-        train, val: number of images.
-        seed: seed of the drawing.
-        val_fraction, split_seed: which scans appear only in val. With the `val_fraction` and `seed` of `digits`, a backbone that was
-            pretrained on those has seen none of them.
+    `val_fraction` and `split_seed` choose the scans that appear only in val. With the `val_fraction` and `seed` of `digits`, a
+    backbone that was pretrained on those has seen none of them.
     """
 
     image_size: int = bounded(256, ge=128)
@@ -141,8 +134,7 @@ class ConnectSettings:
     def __post_init__(self) -> None:
         if self.image_size % 16:
             raise ValueError(f"image_size: expected a multiple of 16, got {self.image_size}")
-        if len(self.dashes) != 2 or self.dashes[0] > self.dashes[1]:
-            raise ValueError(f"dashes: expected [fewest, most], got {list(self.dashes)}")
+        _check_pair("dashes", self.dashes, "[fewest, most]")
         if self.gap_px < self.thickness_px + 1:
             raise ValueError(f"gap_px: dashes touch, expected at least thickness_px + 1 = {self.thickness_px + 1:g}, got {self.gap_px}")
         if not self.marker_px + 1 <= self.clearance_px <= 0.8 * self.bend_radius_px:
@@ -180,8 +172,7 @@ class DetectionTransformSettings:
     def __post_init__(self) -> None:
         if not self.min_size or max(self.min_size) > self.max_size:
             raise ValueError(f"min_size: expected short sides of at most max_size = {self.max_size}, got {list(self.min_size)}")
-        if len(self.crop_size) != 2 or self.crop_size[0] > self.crop_size[1]:
-            raise ValueError(f"crop_size: expected [smallest, largest], got {list(self.crop_size)}")
+        _check_pair("crop_size", self.crop_size, "[smallest, largest]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
