@@ -6,12 +6,13 @@ ILSVRC2012_img_train.tar are called). Images are read by their place in the arch
 trains in the same order as its files would, and continues at the same batch; a shuffle buffer allows neither.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +21,18 @@ from ..core.record import atomic
 from .findings import Report
 from .kinds import list_wnids
 
+EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")  # of images
 _INDEX = ".shards.npz"  # the listing is kept beside the archives: to read 1.28 million headers takes minutes
 Row = tuple[str, bytes, int, int, int]  # class, file name, bytes, which archive, first byte
 
 
 @dataclasses.dataclass(frozen=True)
 class Archives:
-    """Where the images of a split lie.
+    """Where the images of a split lie."""
 
-    Args:
-        files: (S,) bytes; file names of the archives.
-        number: (N,) int64; the archive of each image, a place in `files`.
-        offsets: (N,) int64; where its bytes begin there.
-    """
-
-    files: np.ndarray
-    number: np.ndarray
-    offsets: np.ndarray
+    files: np.ndarray  # (S,) bytes; file names of the archives
+    number: np.ndarray  # (N,) int64; the archive of each image, a place in `files`
+    offsets: np.ndarray  # (N,) int64; where its bytes begin there
 
     def file(self, index: int) -> str:
         """The archive that holds an image."""
@@ -48,14 +44,13 @@ def is_sharded(folder: Path) -> bool:
     return any(folder.glob("*.tar")) and not any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def list_shards(folder: Path, extensions: Sequence[str], report: Report) -> tuple[dict[str, np.ndarray], Archives] | None:
+def list_shards(folder: Path, report: Report) -> tuple[dict[str, np.ndarray], Archives] | None:
     """The images of a folder of archives, ordered by class and then by name.
 
     A listing without errors is kept in `.shards.npz` in that folder, where it can be written.
 
     Args:
         folder: holds the archives.
-        extensions: of images, in lower case.
         report: takes what is wrong: an archive that is damaged or cut short, an image without a class, an image that occurs twice.
 
     Returns:
@@ -71,13 +66,22 @@ def list_shards(folder: Path, extensions: Sequence[str], report: Report) -> tupl
     kept = _load(folder / _INDEX, files, stamp)
     if kept is None:
         errors_before = report.num_errors
-        rows = _list_rows(archives, extensions, report)
+        rows = _list_rows(archives, report)
         if not rows:
-            report.error(folder, f"its archives hold no image ({', '.join(extensions)})", "pack the images into them")
+            report.error(folder, f"its archives hold no image ({', '.join(EXTENSIONS)})", "pack the images into them")
             return None
-        kept = _to_arrays(rows)
+        labels, names, *numbers = zip(*rows)
+        classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, as the rows are
+        kept = {
+            "classes": np.array([os.fsencode(name) for name in classes], dtype=np.bytes_),
+            "names": np.array(names, dtype=np.bytes_),
+            "targets": np.array([classes[name] for name in labels], dtype=np.int64),
+            **{key: np.array(column, dtype=np.int64) for key, column in zip(("sizes", "number", "offsets"), numbers)},
+        }
         if report.num_errors == errors_before:
-            _save(folder / _INDEX, files=files, stamp=stamp, **kept)
+            # a read-only data set is listed again next time
+            with contextlib.suppress(OSError), atomic(folder / _INDEX) as temporary, open(temporary, "wb") as stream:
+                np.savez(stream, files=files, stamp=stamp, **kept)
     return kept, Archives(files, kept.pop("number"), kept.pop("offsets"))
 
 
@@ -85,26 +89,18 @@ def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndar
     """An earlier listing of the same archives; None where there is none."""
     try:
         with np.load(path) as found:
-            kept = {name: found[name] for name in found.files}
+            kept = dict(found)
         same = np.array_equal(kept.pop("files"), files) and np.array_equal(kept.pop("stamp"), stamp)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return kept if same else None
 
 
-def _save(path: Path, **arrays: np.ndarray) -> None:
-    try:
-        with atomic(path) as temporary, open(temporary, "wb") as stream:
-            np.savez(stream, **arrays)
-    except OSError:
-        pass  # a read-only data set is listed again next time
-
-
-def _list_rows(archives: Sequence[Path], extensions: Sequence[str], report: Report) -> list[Row]:
+def _list_rows(archives: list[Path], report: Report) -> list[Row]:
     """A sorted row for each image."""
     rows: list[Row] = []
     for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
-        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, extensions, report)]
+        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, report)]
     rows.sort()
     twice = [
         (archives[place].parent, f"image {os.fsdecode(file)} of class {name} is there twice")
@@ -115,21 +111,7 @@ def _list_rows(archives: Sequence[Path], extensions: Sequence[str], report: Repo
     return rows
 
 
-def _to_arrays(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    classes = sorted({row[0] for row in rows})
-    index = {name: place for place, name in enumerate(classes)}
-    _, names, sizes, number, offsets = zip(*rows)
-    return {
-        "classes": np.array([os.fsencode(name) for name in classes], dtype=np.bytes_),
-        "names": np.array(names, dtype=np.bytes_),
-        "sizes": np.array(sizes, dtype=np.int64),
-        "targets": np.array([index[row[0]] for row in rows], dtype=np.int64),
-        "number": np.array(number, dtype=np.int64),
-        "offsets": np.array(offsets, dtype=np.int64),
-    }
-
-
-def _list_members(path: Path, extensions: Sequence[str], report: Report) -> Iterator[tuple[str, bytes, int, int]]:
+def _list_members(path: Path, report: Report) -> Iterator[tuple[str, bytes, int, int]]:
     """(class, file name, bytes, first byte) of each image of an archive."""
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, str] = {}
@@ -137,7 +119,7 @@ def _list_members(path: Path, extensions: Sequence[str], report: Report) -> Iter
         with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
             for member in archive:
                 key, extension = os.path.splitext(member.name)
-                if member.isfile() and extension.lower() in extensions:
+                if member.isfile() and extension.lower() in EXTENSIONS:
                     images[key] = member
                 elif member.isfile() and extension == ".cls":
                     text = archive.extractfile(member).read()

@@ -13,9 +13,8 @@ from .findings import RAISE_FIRST, Report, count
 from .kinds import KINDS, Kind
 from .manifest import Folder, record_files
 from .settings import SPLITS
-from .shards import Archives, is_sharded, list_shards
+from .shards import EXTENSIONS, Archives, is_sharded, list_shards
 
-EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 # where the archive of Kaggle and the usual scripts put train/ and val/
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
@@ -40,18 +39,12 @@ class Split:
     """The files of one split, ordered by class and then by name.
 
     They are arrays because 1.28 million Python strings would be copied into every worker process page by page.
-
-    Args:
-        names: (N,) bytes; file names within their class folder.
-        sizes: (N,) int64; bytes.
-        targets: (N,) int64; class indices.
-        archives: where the images lie, if not in class folders.
     """
 
-    names: np.ndarray
-    sizes: np.ndarray
-    targets: np.ndarray
-    archives: Archives | None = None
+    names: np.ndarray  # (N,) bytes; file names within their class folder
+    sizes: np.ndarray  # (N,) int64; bytes
+    targets: np.ndarray  # (N,) int64; class indices
+    archives: Archives | None = None  # where the images lie, if not in class folders
 
     def take(self, chosen: np.ndarray) -> "Split":
         """The images of these ascending indices (n,)."""
@@ -63,19 +56,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A scanned root. A class's index is its place in the sorted folder names.
+    """A scanned root. A class's index is its place in the sorted folder names."""
 
-    Args:
-        root: the folder that holds train and val.
-        classes: sorted names of the class folders, the same in both splits.
-        splits: `train` and `val`.
-        upright: whether images are turned as their EXIF data say, see `Kind.upright`.
-    """
-
-    root: Path
-    classes: tuple[str, ...]
+    root: Path  # holds train and val
+    classes: tuple[str, ...]  # sorted names of the class folders, the same in both splits
     splits: dict[str, Split]
-    upright: bool = False
+    upright: bool = False  # whether images are turned as their EXIF data say, see `Kind.upright`
 
     def path(self, split: str, index: int) -> Path:
         """The file of one sample; for one in an archive, the archive's path followed by the name in it."""
@@ -103,17 +89,11 @@ class Tree:
 
 
 class Entries(NamedTuple):
-    """What lies directly in a folder, each sorted by name, without hidden entries.
+    """What lies directly in a folder, each sorted by name, without hidden entries."""
 
-    Args:
-        images: (name, bytes).
-        folders: names.
-        others: names of the other files.
-    """
-
-    images: list[tuple[bytes, int]]
+    images: list[tuple[bytes, int]]  # name, bytes
     folders: list[str]
-    others: list[str]
+    others: list[str]  # the other files
 
 
 def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
@@ -141,7 +121,10 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
             found[split] = read
             _check_names(root / split, read[0], row, report)
     if len(found) == 2:
-        _check_same_classes(root, found["train"][0], found["val"][0], report)
+        train, val = (set(names) for names, _ in found.values())
+        single = [(root / "train" / name, f"class {name!r} is in train but not in val") for name in sorted(train - val)]
+        single += [(root / "val" / name, f"class {name!r} is in val but not in train") for name in sorted(val - train)]
+        report.errors(single, "both splits need the same classes")
     classes = sorted({name for names, _ in found.values() for name in names})
     place_of = {name: place for place, name in enumerate(classes)}
     splits = {}
@@ -152,11 +135,7 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
 
 
 def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
-    """List a folder. A link that leads nowhere is an error of the report, and is left out.
-
-    Raises:
-        UserError: an error, if the report raises it; the folder cannot be read.
-    """
+    """List a folder; raises UserError where it cannot be read. A link that leads nowhere is an error of the report, and left out."""
     images, folders, others = [], [], []
     try:
         with os.scandir(folder) as entries:
@@ -196,11 +175,15 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
         report.error(folder, f"holds no image but the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
     elif not entries.images:
         report.error(folder, "holds no image", advice)
-    if entries.others:
-        report.warning(folder, f"holds {count(len(entries.others), 'other file')} ({show_few(entries.others)})", "nothing reads them")
+    _warn_of_others(folder, entries.others, report)
     sizes = {os.fsdecode(name): size for name, size in entries.images}
     report.errors([(folder / name, "is empty") for name, size in sizes.items() if not size], advice)
     return sizes
+
+
+def _warn_of_others(folder: Path, others: Sequence[str], report: Report) -> None:
+    if others:
+        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
 
 
 def show_few(names: Sequence[str]) -> str:
@@ -216,7 +199,7 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
     if is_sharded(folder):
-        if (listed := list_shards(folder, EXTENSIONS, report)) is None:
+        if (listed := list_shards(folder, report)) is None:
             return None
         arrays, archives = listed
         report.ok(folder, count(len(archives.files), "archive"))
@@ -227,19 +210,14 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
     elif not entries.folders:
         report.error(folder, "holds no class folders", _advise_layout(kind))
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
-        report.warning(
-            folder,
-            f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})",
-            "unpack what is missing, remove the rest",
-        )
+        problem = f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})"
+        report.warning(folder, problem, "unpack what is missing, remove the rest")
     return (tuple(entries.folders), _read_folders(folder, entries, report)) if entries.folders else None
 
 
 def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
     """The files of class folders."""
-    names: list[bytes] = []
-    sizes: list[int] = []
-    counts, empty, too_deep = [], [], []
+    names, sizes, counts, empty, too_deep = [], [], [], [], []
     others = [name for name in entries.others if not name.lower().endswith(_ARCHIVES)]
     for name in report.track(entries.folders, f"listing {folder.name}/"):
         found = list_entries(folder / name, report)
@@ -253,8 +231,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
             empty.append((folder / name, f"holds no image ({', '.join(EXTENSIONS)})"))
     report.errors(too_deep, "move the images up, directly into the class folder")
     report.errors(empty, "fill this class folder, or remove it from train and val")
-    if others:
-        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
+    _warn_of_others(folder, others, report)
     targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 
@@ -266,15 +243,6 @@ def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Repor
     known = kind.class_names()
     strangers = [(folder / name, f"is not a class of {kind.name}") for name in sorted(set(classes) - set(known))]
     report.errors(strangers, f"class folders are named like {known[0]}; rename or remove it, or take kind folder for classes of your own")
-
-
-def _check_same_classes(root: Path, train: Sequence[str], val: Sequence[str], report: Report) -> None:
-    single = [
-        (root / there / name, f"class {name!r} is in {there} but not in {missing}")
-        for there, missing, names in (("train", "val", set(train) - set(val)), ("val", "train", set(val) - set(train)))
-        for name in sorted(names)
-    ]
-    report.errors(single, "both splits need the same classes")
 
 
 def _advise_layout(kind: Kind) -> str:
