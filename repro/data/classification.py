@@ -98,8 +98,7 @@ class ImageFolder(Dataset):
     def __init__(self, tree: Tree, split: str, transform: Callable, *, seed: int = 0, max_unreadable: int = 0):
         self.tree, self.split, self.transform, self.seed, self.max_unreadable = tree, split, transform, seed, max_unreadable
         self._targets = tree.splits[split].targets
-        # one flag per file instead of a counter: two processes may set the same flag, and a file that is met in every epoch counts
-        # once
+        # flags instead of a counter: two processes may set the same one, and a file that is met in every epoch counts once
         self._unreadable = torch.zeros(len(self._targets), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:

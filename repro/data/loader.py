@@ -106,12 +106,9 @@ def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 class EvalOrder:
-    """Every sample exactly once over all ranks, in order; ranks may get one sample more or less than others.
+    """Every sample exactly once over all ranks, in order; arguments are those of `TrainOrder`.
 
-    Args:
-        size: number of samples.
-        batch_size: number of samples per rank; the last batch may be smaller.
-        rank, world_size: this process among those that evaluate together.
+    The last batch may be smaller than `batch_size`, and ranks may get one sample more or less than others.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -136,14 +133,11 @@ class _Keys:
     def __iter__(self) -> Iterator[Keys]:
         return self.order.batches(self.epoch, self.start)
 
-    def __len__(self) -> int:
-        return len(self.order) - self.start
-
 
 class _Loader:
     """Worker processes that outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
 
-    def __init__(self, dataset: Samples, order: TrainOrder | EvalOrder, *, workers: int, pin_memory: bool):
+    def __init__(self, dataset: Samples, order: TrainOrder | EvalOrder, workers: int, device: torch.device | str):
         self.dataset = dataset
         self._keys = _Keys(order)
         self._loader: DataLoader | None = DataLoader(
@@ -152,7 +146,7 @@ class _Loader:
             collate_fn=dataset.collate,
             num_workers=workers,
             persistent_workers=workers > 0,
-            pin_memory=pin_memory,
+            pin_memory=torch.device(device).type == "cuda",
             worker_init_fn=_ignore_signals,
             # DataLoader draws a number for each iterator, by default from the global generator
             generator=torch.Generator(),
@@ -205,32 +199,17 @@ class TrainLoader(_Loader):
 
     Args:
         dataset: the training split.
-        batch_size: number of samples per rank.
-        seed: seed of the order.
         workers: processes that decode and augment; with 0 this process does. The batches are the same.
         device: the device that takes the batches; for CUDA they are put into page-locked memory.
-        rank, world_size, batches_per_epoch, groups: see `TrainOrder`.
+        order: batch_size, seed, and the other arguments of `TrainOrder`.
 
     Raises:
         UserError: there are fewer samples than one global batch; while iterating, too many files are unreadable.
         RunError: while iterating, a worker process died.
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        *,
-        batch_size: int,
-        seed: int,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-        rank: int = 0,
-        world_size: int = 1,
-        batches_per_epoch: int | None = None,
-        groups: np.ndarray | None = None,
-    ):
-        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size, groups, batches_per_epoch)
-        super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
+    def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
+        super().__init__(dataset, TrainOrder(len(dataset), **order), workers, device)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
         """The batches of an epoch from number `start` on, in content and order those of an uninterrupted run."""
@@ -242,16 +221,13 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Evaluation batches: every sample exactly once over all ranks, in order; each iteration starts from the beginning.
+    """Every sample exactly once over all ranks, in order, from the beginning in each iteration; `order` is that of `EvalOrder`.
 
-    Arguments and errors are those of `TrainLoader`; the last batch may be smaller.
+    Other arguments and errors are those of `TrainLoader`.
     """
 
-    def __init__(
-        self, dataset: Samples, *, batch_size: int, workers: int = 0, device: torch.device | str = "cpu", rank: int = 0, world_size: int = 1
-    ):
-        order = EvalOrder(len(dataset), batch_size, rank, world_size)
-        super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
+    def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
+        super().__init__(dataset, EvalOrder(len(dataset), **order), workers, device)
 
     def __iter__(self) -> Iterator[tuple]:
         return self._batches(0, 0)
