@@ -17,8 +17,8 @@ from timm.data.random_erasing import RandomErasing
 from torch.utils.data import Dataset, default_collate
 
 from ..core.errors import UserError
+from .loader import own_randomness
 from .pixels import UNREADABLE, decode_rgb, decode_upright
-from .randomness import own_randomness
 from .settings import TransformSettings
 from .tree import Source, Tree
 

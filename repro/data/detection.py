@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 from ..core.errors import UserError
 from .coco import Instances, read_image
 from .findings import BadData, Finding
-from .randomness import own_randomness
+from .loader import own_randomness
 from .settings import DetectionTransformSettings
 
 Target = dict[str, Any]
