@@ -17,36 +17,22 @@ Format = Literal["folders", "coco", "ade20k"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of data set.
+    """A kind of data set; `check` and `writer` name functions of this package, see `load_function`."""
 
-    Args:
-        name: the kind in params.yaml and in manifests.
-        layout: what the root holds, for messages.
-        check: the function of this package that `repro data check` calls with (root, report, depth).
-        parts: the format of each part -> where it begins below the root. `folders` is train/<class>/ and val/<class>/.
-        class_names: gives the names that class folders may have; None allows any.
-        sorting: advice where images are not sorted into class folders.
-        official: (name, counts) of the published data set; a manifest lists the departures from it.
-        size_gb: disk space in 1e9 bytes once the archives are removed; None where it depends on settings or on the user.
-        settings_key, settings, writer: of an embedded kind, the key of its settings in a cell of prepare_data, their class, and the
-            function of this package that is called with (root, settings).
-        upright: whether images are turned as their EXIF data say. Published numbers on ImageNet leave them as they are stored.
-        paired: whether training images of the same name belong in one batch.
-    """
-
-    name: str
-    layout: str
-    check: str
+    name: str  # in params.yaml and in manifests
+    layout: str  # what the root holds, for messages
+    check: str  # `repro data check` calls it with (root, report, depth)
+    # the format of each part -> where it begins below the root; `folders` is train/<class>/ and val/<class>/
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": "."})
-    class_names: Callable[[], Sequence[str]] | None = None
-    sorting: str = "sort them into one folder per class (docs/data.md)"
-    official: tuple[str, ExpectedCounts] | None = None
-    size_gb: float | None = None
-    settings_key: str | None = None
-    settings: type | None = None
-    writer: str | None = None
-    upright: bool = False
-    paired: bool = False
+    class_names: Callable[[], Sequence[str]] | None = None  # gives the names that class folders may have; None allows any
+    sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
+    official: tuple[str, ExpectedCounts] | None = None  # the published data set; a manifest lists the departures from it
+    size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
+    settings_key: str | None = None  # of an embedded kind, the key of its settings in a cell of prepare_data
+    settings: type | None = None  # of an embedded kind, their class
+    writer: str | None = None  # of an embedded kind, called with (root, settings)
+    upright: bool = False  # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
+    paired: bool = False  # training images of the same name belong in one batch
 
     def prefix(self, part: Format) -> str:
         """How the manifest begins the names of a part's folders; empty where the part is all of the data set."""
@@ -137,8 +123,7 @@ KINDS = {
 def load_function(name: str) -> Callable[..., Any]:
     """A function of this package by its module and name, e.g. `embedded.digits.write_digits`.
 
-    The table names functions instead of importing them, so that an edit in a writer or in a check leaves the code hash of every
-    training as it is.
+    What is named and not imported may be edited without a change of the code hash of every training.
     """
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), function)
@@ -146,19 +131,13 @@ def load_function(name: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareData:
-    """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`.
-
-    Args:
-        kind: a row of `KINDS`.
-        expected: what the data set must hold; only a `folder` may leave it out.
-        generate, draw, curves: how `digits`, `scenes` and `connect` are written; each only there.
-    """
+    """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`."""
 
     kind: Literal[tuple(KINDS)]
-    expected: ExpectedCounts | None = None
-    generate: DigitsSettings | None = None
-    draw: ScenesSettings | None = None
-    curves: ConnectSettings | None = None
+    expected: ExpectedCounts | None = None  # what the data set must hold; only a `folder` may leave it out
+    generate: DigitsSettings | None = None  # how `digits` is written; only there
+    draw: ScenesSettings | None = None  # how `scenes` is written; only there
+    curves: ConnectSettings | None = None  # how `connect` is written; only there
 
     def __post_init__(self) -> None:
         if self.expected is None and self.kind != "folder":

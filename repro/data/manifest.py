@@ -38,21 +38,15 @@ class SplitRecord:
 class Manifest:
     """The content of `results/prepare_data/<cell>/manifest.json`.
 
-    Args:
-        kind: a row of `KINDS`.
-        classes: class name -> class index. Of `scenes` these are the classes of segmentation, of which detection has the first ten.
-        splits: `train` and `val`; their folders are class folders, or image and label folders and the annotation file.
-        departures: how the counts differ from those of the published data set; empty for a complete one.
-        generated: the settings that an embedded data set was written with, see `Kind.settings`.
-        hash: over the records of all folders.
+    The classes of `scenes` are those of segmentation, of which detection has the first ten.
     """
 
     kind: Literal[tuple(KINDS)]
-    classes: dict[str, int]
-    splits: dict[str, SplitRecord]
-    departures: tuple[str, ...]
-    generated: object | None
-    hash: str
+    classes: dict[str, int]  # name -> index
+    splits: dict[str, SplitRecord]  # of class folders, or of image and label folders and the annotation file
+    departures: tuple[str, ...]  # how the counts differ from those of the published data set; empty for a complete one
+    generated: object | None  # the settings that an embedded data set was written with, see `Kind.settings`
+    hash: str  # over the records of all folders
 
 
 class Folder(NamedTuple):
