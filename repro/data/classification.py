@@ -59,11 +59,6 @@ class ToInput:
     """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in training.
 
     Erasing draws from Python's and torch's global generators.
-
-    Args:
-        settings: mean, deviation and the probability of erasing.
-        device: where the inputs shall be.
-        training: whether to erase.
     """
 
     def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
@@ -88,8 +83,7 @@ class ImageFolder(Dataset):
     neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
 
     Args:
-        tree: see `DataCell.open_tree`.
-        split: `train` or `val`.
+        tree, split: see `DataCell.open_tree`; `train` or `val`.
         transform: turns a PIL image, RGB, into a tensor.
         seed: seed of the augmentation.
         max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
@@ -105,10 +99,9 @@ class ImageFolder(Dataset):
         return len(self._targets)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        epoch, index = key
-        image, index = self._next_readable(index)
-        with own_randomness(self.seed, epoch, key[1]):
-            return self.transform(image), int(self._targets[index])
+        image, found = self._next_readable(key[1])
+        with own_randomness(self.seed, *key):
+            return self.transform(image), int(self._targets[found])
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
         """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and costs a GPU nothing."""

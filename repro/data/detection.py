@@ -28,9 +28,7 @@ class CocoDetection(Dataset):
 
     Args:
         instances: see `coco.read_instances`.
-        settings: sizes and, for training, random changes.
-        training: whether to apply the random changes.
-        seed: seed of the augmentation.
+        settings: sizes and, where `training`, random changes, which also depend on `seed`.
 
     Raises:
         UserError: no image is left to train on.

@@ -67,27 +67,21 @@ def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
 class TrainOrder:
     """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into global batches, each divided among the ranks.
 
-    A remainder that fills no global batch is left out; it is a different one in each epoch.
+    A remainder that fills no global batch is left out; it is a different one in each epoch. For recipes that count steps,
+    `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the data.
 
-    Args:
-        size: number of samples.
-        batch_size: number of samples per rank.
-        seed: seed of the permutations.
-        rank, world_size: this process among those that train together.
-        groups: (size,) a number for each sample, or None. With groups, both samples of each pair in a batch are of one group, such as
-            wide images, which reduces padding. Grouping pairs instead of whole batches follows the published recipes, which put 2
-            images on a GPU, and keeps the global batches the same on any number of processes.
-        batches_per_epoch: length of an epoch for recipes that count steps; epochs then follow one another through the passes over the
-            data. None makes an epoch one pass.
+    With `groups`, both samples of each pair in a batch are of one group, such as wide images, which reduces padding. Grouping pairs
+    instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the global batches the same on any
+    number of processes.
     """
 
-    size: int
-    batch_size: int
-    seed: int
-    rank: int = 0
+    size: int  # number of samples
+    batch_size: int  # samples per rank
+    seed: int  # of the permutations
+    rank: int = 0  # this process among those that train together
     world_size: int = 1
-    groups: np.ndarray | None = None
-    batches_per_epoch: int | None = None
+    groups: np.ndarray | None = None  # (size,) a number for each sample
+    batches_per_epoch: int | None = None  # None makes an epoch one pass over the data
 
     def __post_init__(self) -> None:
         self._of_a_pass = self.size // (self.batch_size * self.world_size)
@@ -159,9 +153,11 @@ class _Keys:
 class _Loader:
     """Worker processes that outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
 
-    def __init__(self, dataset: Samples, order: TrainOrder | EvalOrder, workers: int, device: torch.device | str):
+    _order: type[TrainOrder | EvalOrder]
+
+    def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
         self.dataset = dataset
-        self._keys = _Keys(order)
+        self._keys = _Keys(self._order(len(dataset), **order))
         self._loader: DataLoader | None = DataLoader(
             dataset,
             batch_sampler=self._keys,
@@ -231,8 +227,7 @@ class TrainLoader(_Loader):
         RunError: while iterating, a worker process died.
     """
 
-    def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
-        super().__init__(dataset, TrainOrder(len(dataset), **order), workers, device)
+    _order = TrainOrder
 
     def files(self, epoch: int, number: int) -> list[str]:
         """The names of one batch's items."""
@@ -245,8 +240,7 @@ class EvalLoader(_Loader):
     Other arguments and errors are those of `TrainLoader`.
     """
 
-    def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
-        super().__init__(dataset, EvalOrder(len(dataset), **order), workers, device)
+    _order = EvalOrder
 
     def __iter__(self) -> Iterator[tuple]:
         return self.batches(0)

@@ -47,18 +47,12 @@ def is_sharded(folder: Path) -> bool:
 def list_shards(folder: Path, report: Report) -> tuple[dict[str, np.ndarray], Archives] | None:
     """The images of a folder of archives, ordered by class and then by name.
 
-    A listing without errors is kept in `.shards.npz` in that folder, where it can be written.
-
-    Args:
-        folder: holds the archives.
-        report: takes what is wrong: an archive that is damaged or cut short, an image without a class, an image that occurs twice.
+    A listing without errors is kept in `.shards.npz` in that folder, where it can be written. The report takes, and may raise, what is
+    wrong: an archive that is damaged or cut short, an image without a class, an image that occurs twice.
 
     Returns:
         {classes (K,) bytes, sorted; names (N,) bytes; sizes (N,) int64; targets (N,) int64}, and where the images lie; None where
         there is no image.
-
-    Raises:
-        UserError: an error, if the report raises it.
     """
     archives = sorted(folder.glob("*.tar"))
     stamp = np.array([(path.stat().st_size, path.stat().st_mtime_ns) for path in archives], dtype=np.int64)

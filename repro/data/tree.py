@@ -78,7 +78,7 @@ class Tree:
         return Source(archive, int(files.archives.offsets[index]), int(files.sizes[index]))
 
     def list_folders(self, split: str) -> list[Folder]:
-        """What a split holds, one record per class; an archived split has the same records as its folders would have."""
+        """What a split holds, by class; an archived split has the same records as its folders would have."""
         files = self.splits[split]
         ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
         listed = []
@@ -97,16 +97,13 @@ class Entries(NamedTuple):
 
 
 def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
-    """Read the names and sizes of all images below `root`.
+    """Read the names and sizes of all images below `root`, which holds train/<class>/ and val/<class>/.
 
     Args:
-        root: the folder that holds train/<class>/ and val/<class>/.
-        kind: the data set's kind.
+        root, kind: where the data set lies, and a row of `KINDS`.
         report: takes what is wrong: root or split missing, images outside of class folders, empty class folders, classes that the
-            kind does not have or that only one split has; warnings for files that nothing reads.
-
-    Returns:
-        The tree. Where the report lets the scan continue after an error, a split that cannot be read is left out.
+            kind does not have or that only one split has; warnings for files that nothing reads. Where it lets the scan continue after
+            an error, a split that cannot be read is left out.
 
     Raises:
         UserError: an error, if the report raises it; a folder that cannot be listed.
@@ -157,15 +154,9 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
 
 
 def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
-    """File name -> bytes of the images in a folder that must hold some.
+    """File name -> bytes of the images in a folder that must hold some; None where there is no such folder.
 
-    Args:
-        folder: the folder.
-        report: takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
-        advice: what to do about it.
-
-    Returns:
-        The images; None where there is no such folder.
+    The report takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
     """
     if not folder.is_dir():
         report.error(folder, "no such folder", advice)

@@ -1,5 +1,6 @@
 """The speed of the training loader beside a bare loop of decoding and transforming: the difference is the loader's own cost."""
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -93,8 +94,7 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
 
 def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int, timed: int) -> float:
     """The seconds that `timed` batches take, after `warm` batches that are not timed."""
-    loader = TrainLoader(dataset, batch_size=batch_size, seed=_SEED, workers=workers)
-    try:
+    with contextlib.closing(TrainLoader(dataset, batch_size=batch_size, seed=_SEED, workers=workers)) as loader:
         stream = (batch for epoch in itertools.count() for batch in loader.batches(epoch))
         for _ in range(warm):
             next(stream)
@@ -102,8 +102,6 @@ def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int,
         for _ in range(timed):
             next(stream)
         return time.perf_counter() - started
-    finally:
-        loader.close()
 
 
 def _run_bare_loop(sources: list[Source], upright: bool) -> float:

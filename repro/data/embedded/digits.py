@@ -14,7 +14,8 @@ def write_digits(root: Path, settings: DigitsSettings) -> None:
     """Write `root/{train,val}/digit_<0-9>/scan_<number>.png`, replacing an earlier tree of this function.
 
     The scans are those of scikit-learn's `load_digits` (8x8 pixels, 17 grey levels), enlarged bicubically; the number in a file name
-    is the scan's place there. Each class is split on its own. The same settings give the same bytes. UserError as `new_tree`.
+    is the scan's place there. Each class is split on its own. The same settings give the same bytes. Raises UserError as
+    `new_tree` does.
     """
     scans, targets = load_scans()
     in_val = choose_val(targets, settings.val_fraction, settings.seed)

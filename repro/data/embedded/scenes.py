@@ -45,7 +45,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """Write `root/coco` and `root/ade20k`, replacing an earlier tree of this function.
 
     Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them by hard links.
-    Train and val show different scans. The same settings give the same files. UserError as `new_tree`.
+    Train and val show different scans. The same settings give the same files. Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
     in_val = choose_val(targets, settings.val_fraction, settings.split_seed)
