@@ -25,8 +25,7 @@ class AdePairs:
     """One split, in the order of the names. Pairs are read at their own size and not changed.
 
     Args:
-        root: ADEChallengeData2016, or the folder that holds it.
-        split: `train` or `val`.
+        root, split: ADEChallengeData2016, or the folder that holds it; `train` or `val`.
         report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing, an image or a
             label map that is empty or has no partner, a split without images; warnings for files that are not images.
     """

@@ -79,13 +79,10 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
     boxes that reach over the border are clipped.
 
     Args:
-        root: the folder that holds train2017, val2017 and annotations.
-        split: `train` or `val`.
+        root, split: the folder that holds train2017, val2017 and annotations; `train` or `val`.
         report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to nothing, a
-            target without a mask, images that are not in the folder; warnings for boxes without area or beyond their image.
-
-    Returns:
-        The annotations; None where the report lets the reading continue after an error that leaves nothing to read.
+            target without a mask, images that are not in the folder; warnings for boxes without area or beyond their image. Where it
+            lets the reading continue after an error that leaves nothing to read, None is returned.
 
     Raises:
         UserError: an error, if the report raises it.

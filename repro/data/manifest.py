@@ -74,12 +74,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder]]) -> None:
-    """Compare a data set, or a part of it, with its manifest by names and sizes.
-
-    Args:
-        manifest: the record of all of it.
-        root: where it lies, for the message.
-        folders: what lies there now, of the splits that are compared.
+    """Compare a data set at `root`, or a part of it, with its manifest by names and sizes; `folders` is what lies there now, by split.
 
     Raises:
         UserError: one line that names a class folder too many or too few, or the first folder that differs, how, and how many do.

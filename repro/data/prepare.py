@@ -47,13 +47,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:
-    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training.
-
-    Args:
-        root: the folder that holds it.
-        kind: a row of `KINDS`.
-        generated: the settings that an embedded data set was written with.
-        report: takes what is wrong, and shows progress.
+    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training; `generated` are its settings.
 
     Raises:
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.

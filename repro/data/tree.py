@@ -1,23 +1,38 @@
-"""Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`; or archives, see `shards`."""
+"""Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`.
 
+A split may also be tar archives, for storage that hates small files: root/{train,val}/*.tar. The class of an image then comes from the
+first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted wnids of ImageNet-1K (WebDataset
+shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the archives in ILSVRC2012_img_train.tar are called).
+Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as its files would,
+and continues at the same batch; a shuffle buffer allows neither.
+"""
+
+import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Sequence
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..core.errors import UserError
+from ..core.record import atomic
 from .findings import RAISE_FIRST, Report, count
-from .kinds import KINDS, Kind
+from .kinds import KINDS, Kind, list_wnids
 from .manifest import Folder, record_files
 from .settings import SPLITS
-from .shards import EXTENSIONS, Archives, is_sharded, list_shards
 
+EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 # where the archive of Kaggle and the usual scripts put train/ and val/
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
+# the listing of archives is kept beside them: to read 1.28 million headers takes minutes
+_INDEX = ".shards.npz"
+Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
 
 
 class Source(NamedTuple):
@@ -32,6 +47,15 @@ class Source(NamedTuple):
         with open(self.file, "rb") as stream:
             stream.seek(self.offset)
             return stream.read(-1 if self.size is None else self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Archives:
+    """Where the images of an archived split lie."""
+
+    files: np.ndarray  # (S,) bytes; file names of the archives
+    number: np.ndarray  # (N,) int64; the archive of each image, a place in `files`
+    offsets: np.ndarray  # (N,) int64; where its bytes begin there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +98,8 @@ class Tree:
         files, folder = self.splits[split], os.path.join(self.root, split)
         if files.archives is None:
             return Source(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
-        archive = os.path.join(folder, files.archives.file(index))
-        return Source(archive, int(files.archives.offsets[index]), int(files.sizes[index]))
+        archive = os.fsdecode(files.archives.files[files.archives.number[index]])
+        return Source(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
     def list_folders(self, split: str) -> list[Folder]:
         """What a split holds, by class; an archived split has the same records as its folders would have."""
@@ -189,12 +213,8 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
         inside = next((place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in SPLITS)), None)
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
-    if is_sharded(folder):
-        if (listed := list_shards(folder, report)) is None:
-            return None
-        arrays, archives = listed
-        report.ok(folder, count(len(archives.files), "archive"))
-        return tuple(os.fsdecode(name) for name in arrays.pop("classes").tolist()), Split(**arrays, archives=archives)
+    if any(folder.glob("*.tar")) and not any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")):
+        return _read_archives(folder, report)
     entries = list_entries(folder, report)
     if entries.images:
         report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)
@@ -225,6 +245,92 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
     _warn_of_others(folder, others, report)
     targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
+
+
+def _read_archives(folder: Path, report: Report) -> tuple[tuple[str, ...], Split] | None:
+    """The sorted classes and the files of a split of archives; None where there is no image.
+
+    A listing without errors is kept in `.shards.npz` in that folder, where it can be written.
+    """
+    archives = sorted(folder.glob("*.tar"))
+    stamp = np.array([(path.stat().st_size, path.stat().st_mtime_ns) for path in archives], dtype=np.int64)
+    files = np.array([os.fsencode(path.name) for path in archives], dtype=np.bytes_)
+    kept = _load(folder / _INDEX, files, stamp)
+    if kept is None:
+        errors_before = report.num_errors
+        rows = _list_rows(archives, report)
+        if not rows:
+            report.error(folder, f"its archives hold no image ({', '.join(EXTENSIONS)})", "pack the images into them")
+            return None
+        labels, names, *numbers = zip(*rows)
+        classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, as the rows are
+        kept = {
+            "classes": np.array([os.fsencode(name) for name in classes], dtype=np.bytes_),
+            "names": np.array(names, dtype=np.bytes_),
+            "targets": np.array([classes[name] for name in labels], dtype=np.int64),
+            **{key: np.array(column, dtype=np.int64) for key, column in zip(("sizes", "number", "offsets"), numbers)},
+        }
+        if report.num_errors == errors_before:
+            # a read-only data set is listed again next time
+            with contextlib.suppress(OSError), atomic(folder / _INDEX) as temporary, open(temporary, "wb") as stream:
+                np.savez(stream, files=files, stamp=stamp, **kept)
+    report.ok(folder, count(len(files), "archive"))
+    where = Archives(files, kept["number"], kept["offsets"])
+    return tuple(map(os.fsdecode, kept["classes"].tolist())), Split(kept["names"], kept["sizes"], kept["targets"], where)
+
+
+def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndarray] | None:
+    """An earlier listing of the same archives; None where there is none."""
+    try:
+        with np.load(path) as found:
+            kept = dict(found)
+        same = np.array_equal(kept.pop("files"), files) and np.array_equal(kept.pop("stamp"), stamp)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return kept if same else None
+
+
+def _list_rows(archives: list[Path], report: Report) -> list[Row]:
+    """A sorted row for each image."""
+    rows: list[Row] = []
+    for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
+        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, report)]
+    rows.sort()
+    twice = [
+        (archives[place].parent, f"image {os.fsdecode(file)} of class {name} is there twice")
+        for (name, file, *_), (next_name, next_file, _, place, _) in itertools.pairwise(rows)
+        if (name, file) == (next_name, next_file)
+    ]
+    report.errors(twice, "remove one archive or image")
+    return rows
+
+
+def _list_members(path: Path, report: Report) -> Iterator[tuple[str, bytes, int, int]]:
+    """(class, file name, bytes, first byte) of each image of an archive."""
+    images: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, str] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
+            for member in archive:
+                key, extension = os.path.splitext(member.name)
+                if member.isfile() and extension.lower() in EXTENSIONS:
+                    images[key] = member
+                elif member.isfile() and extension == ".cls":
+                    text = archive.extractfile(member).read()
+                    if text.strip().isdigit() and int(text) < len(list_wnids()):
+                        labels[key] = list_wnids()[int(text)]
+                    else:
+                        problem = f"{member.name} holds {text[:20]!r}, expected a class index from 0 to {len(list_wnids()) - 1}"
+                        report.error(path, problem, "pack it again, with indices among the sorted wnids")
+    except (tarfile.TarError, OSError) as error:
+        report.error(path, f"not a readable tar archive ({error})", "get it again")
+    end = path.stat().st_size
+    for key, member in images.items():
+        if member.offset_data + member.size > end:
+            report.error(path, f"cut short within {member.name}", "get it again")
+            continue
+        folder, file = os.path.split(member.name)
+        yield labels.get(key) or os.path.basename(folder) or path.stem, os.fsencode(file), member.size, member.offset_data
 
 
 def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Report) -> None:

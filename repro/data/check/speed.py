@@ -59,8 +59,7 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
     Args:
         root, kind: the folder that holds train and val, and the data set's kind.
         workers: number of processes of each; at least 1.
-        batches: how many batches of 64 images a round times, after two per worker that it does not; rounded up to full turns of the
-            workers.
+        batches: of 64 images, which a round times after two per worker that it does not; rounded up to full turns of the workers.
         rounds: how often both take turns, so that other load on the machine affects both; the range shows how much there was.
         log: takes progress lines.
 
