@@ -57,7 +57,7 @@ class DataCell:
 
     def _open(self, part: Format, reader: str, split: str) -> Any:
         base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
-        verify(self.manifest, self.root, {split: list_folders(base, split, self._row.prefix(part))})
+        verify(self.manifest, self.root, {split: list_folders(base, split, self._row.parts[part])})
         return load_function(f"{part}.{reader}")(base, split)
 
     def _find_part(self, part: Format) -> Path:
@@ -66,7 +66,7 @@ class DataCell:
             kinds = " or ".join(kind.name for kind in KINDS.values() if part in kind.parts)
             raise UserError(f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}")
         if self.manifest.generated is not None and not self.root.exists():
-            self._row.write(self.root, self.manifest.generated)
+            load_function(self._row.writer)(self.root, self.manifest.generated)
         return self.root / self._row.parts[part]
 
 

@@ -4,6 +4,7 @@ Images travel from the loading processes as bytes, which takes a quarter of what
 input of a model, on the model's device.
 """
 
+import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 
 from ..core.errors import UserError
 from .loader import own_randomness
-from .pixels import UNREADABLE, decode_rgb, decode_upright
+from .pixels import UNREADABLE, decode_upright
 from .settings import TransformSettings
 from .tree import Source, Tree
 
@@ -140,8 +141,16 @@ class ImageFolder(Dataset):
 
 
 def read_rgb(source: Source, upright: bool = False) -> Image.Image:
-    """Decode an image as RGB, turned as its EXIF data say if `upright`; raises what Pillow raises, see `UNREADABLE`."""
-    return (decode_upright if upright else decode_rgb)(source.read())
+    """An image as RGB, its pixels as they are stored, as in all published numbers on ImageNet, or turned as its EXIF data say.
+
+    Raises:
+        UNREADABLE: damaged bytes.
+    """
+    content = source.read()
+    if upright:
+        return decode_upright(content)
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
@@ -22,8 +21,8 @@ class Kind:
     name: str  # in params.yaml and in manifests
     layout: str  # what the root holds, for messages
     check: str  # `repro data check` calls it with (root, report, depth)
-    # the format of each part -> where it begins below the root; `folders` is train/<class>/ and val/<class>/
-    parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": "."})
+    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is train/<class>/ and val/<class>/
+    parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
     class_names: Callable[[], Sequence[str]] | None = None  # gives the names that class folders may have; None allows any
     sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
     official: tuple[str, ExpectedCounts] | None = None  # the published data set; a manifest lists the departures from it
@@ -33,14 +32,6 @@ class Kind:
     writer: str | None = None  # of an embedded kind, called with (root, settings)
     upright: bool = False  # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
     paired: bool = False  # training images of the same name belong in one batch
-
-    def prefix(self, part: Format) -> str:
-        """How the manifest begins the names of a part's folders; empty where the part is all of the data set."""
-        return "" if self.parts[part] == "." else f"{self.parts[part]}/"
-
-    def write(self, root: Path, settings: Any) -> None:
-        """Write an embedded data set; raises UserError where `root` holds other files, or the settings cannot be met."""
-        load_function(self.writer)(root, settings)
 
     @property
     def modules(self) -> list[str]:
@@ -93,7 +84,7 @@ KINDS = {
         ),
         Kind(
             name="scenes",
-            parts={"coco": "coco", "ade20k": "ade20k"},
+            parts={"coco": "coco/", "ade20k": "ade20k/"},
             layout="coco/ and ade20k/",
             check="check.dense.check_scenes",
             settings_key="draw",
@@ -102,7 +93,7 @@ KINDS = {
         ),
         Kind(
             name="coco",
-            parts={"coco": "."},
+            parts={"coco": ""},
             layout="train2017/, val2017/ and annotations/",
             check="check.dense.check_coco",
             official=("COCO 2017", ExpectedCounts(classes=80, train=118_287, val=5_000)),
@@ -110,7 +101,7 @@ KINDS = {
         ),
         Kind(
             name="ade20k",
-            parts={"ade20k": "."},
+            parts={"ade20k": ""},
             layout="ADEChallengeData2016, or is that folder,",
             check="check.dense.check_ade20k",
             official=("ADE20K", ExpectedCounts(classes=150, train=20_210, val=2_000)),

@@ -23,12 +23,6 @@ def explain_error(error: Exception) -> str:
     return "not in any image format" if "cannot identify image file" in text else text or type(error).__name__
 
 
-def decode_rgb(content: bytes) -> Image.Image:
-    """An image as RGB, its pixels as they are stored, as in all published numbers on ImageNet; raises `UNREADABLE` if damaged."""
-    with Image.open(io.BytesIO(content)) as image:
-        return image.convert("RGB")
-
-
 def decode_upright(content: bytes) -> Image.Image:
     """An image as RGB, turned as its EXIF data say, as OpenCV decodes it.
 

@@ -13,7 +13,7 @@ from ..core.runtime import Runtime
 from . import ade20k, coco
 from .cells import find_root, manifest_path
 from .findings import RAISE_FIRST, RaiseFirst, Report
-from .kinds import KINDS, PrepareData
+from .kinds import KINDS, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, write_manifest
 from .settings import SPLITS, ExpectedCounts
 from .tree import scan_tree
@@ -28,7 +28,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     started = time.monotonic()
     kind, root = KINDS[params.kind], find_root(paths, runtime, cell, params.kind)
     if params.settings is not None:
-        kind.write(root, params.settings)
+        load_function(kind.writer)(root, params.settings)
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
     if params.expected is not None:
         check_expected(manifest, root, params.expected, f"prepare_data.{cell}.expected")
@@ -54,14 +54,14 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     """
     row, classes = KINDS[kind], ()
     folders: dict[str, list[Folder]] = {split: [] for split in SPLITS}
-    for part, below in row.parts.items():
+    for part, prefix in row.parts.items():
         if part == "folders":
-            tree = scan_tree(root / below, kind, report)
+            tree = scan_tree(root, kind, report)
             classes, listed = tree.classes, {split: tree.list_folders(split) for split in SPLITS}
         else:
-            reader, prefix = {"coco": coco, "ade20k": ade20k}[part], row.prefix(part)
-            classes = reader.read_classes(root / below, report)
-            listed = {split: reader.list_folders(root / below, split, prefix) for split in SPLITS}
+            reader = {"coco": coco, "ade20k": ade20k}[part]
+            classes = reader.read_classes(root / prefix, report)
+            listed = {split: reader.list_folders(root / prefix, split, prefix) for split in SPLITS}
         for split in SPLITS:
             folders[split] += listed[split]
     splits = {}

@@ -21,7 +21,6 @@ from .run import Depth, describe_sample, draw_sample, run_parallel
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _TRAIN_NAME = re.compile(r"(n\d{8})_")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
-_UNPACK_AGAIN = "get it again: unpack its archive anew"
 _WRITE_AGAIN = "remove the folder and run `repro prepare-data`, which writes it anew"
 # Beyer et al. 2020 relabelled the validation images; about nine tenths of the original labels are among the new ones.
 # Folders that were filled by a wrong map agree in about one image of a thousand.
@@ -31,11 +30,7 @@ _AGREEMENT = 0.75
 def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = IMAGENET_1K) -> None:
     """Check layout, class folders, class mapping, counts and files of ImageNet-1K.
 
-    Args:
-        root: the folder that holds train and val.
-        report: takes the findings.
-        depth: how many images are decoded.
-        expected: the counts of a complete set.
+    The report takes the findings, `depth` says how many images are decoded, and `expected` has the counts of a complete set.
 
     Raises:
         UserError: a folder that cannot be listed. RunError: a decoding process died.
@@ -51,7 +46,7 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         _check_train_names(tree, report)
     if "val" in tree.splits:
         _check_val_mapping(tree, report)
-    _check_files(tree, report, depth, _UNPACK_AGAIN)
+    _check_files(tree, report, depth, "get it again: unpack its archive anew")
 
 
 def check_digits(root: Path, report: Report, depth: Depth) -> None:
