@@ -141,11 +141,7 @@ class ImageFolder(Dataset):
 
 
 def read_rgb(source: Source, upright: bool = False) -> Image.Image:
-    """An image as RGB, its pixels as they are stored, as in all published numbers on ImageNet, or turned as its EXIF data say.
-
-    Raises:
-        UNREADABLE: damaged bytes.
-    """
+    """An image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raises what Pillow raises, see `UNREADABLE`."""
     content = source.read()
     if upright:
         return decode_upright(content)

@@ -88,10 +88,7 @@ class ScenesSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectSettings:
-    """How the embedded `connect` data set is drawn; see `embedded.connect`.
-
-    Dashes are measured between centres of the round pen.
-    """
+    """How the embedded `connect` is drawn, see `embedded.connect`; lengths are measured between centres of the round pen."""
 
     CLASSES: ClassVar[tuple[str, ...]] = ("apart", "joined")
 
@@ -131,14 +128,12 @@ class ConnectSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DetectionTransformSettings:
-    """The size of a detector's input, and its random changes in training.
-
-    If `crop_min_size` is given, half of the training images are first resized to one of these short sides, and then cropped.
-    """
+    """The size of a detector's input, and its random changes in training."""
 
     min_size: tuple[int, ...] = bounded((800,), ge=1)  # short sides in pixels; training draws one per image, evaluation takes the last
     max_size: int = bounded(1333, ge=1)  # bound of the long side in pixels; it wins over `min_size`, and the ratio of sides is kept
     hflip: float = bounded(0.5, ge=0, le=1)  # probability of a horizontal flip; 0 where left and right differ, as for digits
+    # if given, half of the training images are first resized to one of these short sides, and then cropped
     crop_min_size: tuple[int, ...] = bounded((), ge=1)
     crop_size: tuple[int, ...] = bounded((384, 600), ge=1)  # [smallest, largest] side in pixels; height and width are drawn apart
 

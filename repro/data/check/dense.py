@@ -40,11 +40,9 @@ ADE20K = KINDS["ade20k"].official[1]
 def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts | None = COCO_2017) -> None:
     """Check images, annotations, and that they belong together; categories and boxes of every annotation.
 
-    Arguments and errors are those of `check_imagenet`; `root` holds train2017, val2017 and annotations. `expected` is None where the
-    counts are a setting.
+    Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting.
     """
-    read = {split: read_instances(root, split, report) for split in SPLITS}
-    found = {split: instances for split, instances in read.items() if instances is not None}
+    found = {split: instances for split in SPLITS if (instances := read_instances(root, split, report)) is not None}
     for split, instances in found.items():
         _compare_with_release(instances, split, report, expected)
     picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)

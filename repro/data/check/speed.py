@@ -73,9 +73,8 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
     # workers take turns batch by batch, so anything but full turns favours those that come first
     warm, timed = 2 * workers, max(-(-batches // workers), 4) * workers
     order = TrainOrder(size, batch_size, _SEED)
-    epochs = itertools.chain.from_iterable(order.batches(epoch, 0) for epoch in itertools.count())
-    keys = itertools.chain.from_iterable(itertools.islice(epochs, warm + timed))
-    sources = [tree.source("train", index) for _, index in keys]
+    batches_of_keys = (keys for epoch in itertools.count() for keys in order.batches(epoch, 0))
+    sources = [tree.source("train", index) for keys in itertools.islice(batches_of_keys, warm + timed) for _, index in keys]
     for source in sorted(set(sources)):
         source.read()  # neither measurement shall pay for the disk
     dataset = ImageFolder(tree, "train", train_transform(TRANSFORM), seed=_SEED)

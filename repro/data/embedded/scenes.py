@@ -53,7 +53,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
     folders += ["coco/annotations", *(f"coco/{coco}" for coco, _, _ in _FOLDERS.values())]
     with new_tree(root, "scenes", settings, folders) as tree:
         for split, (coco, ade, prefix) in _FOLDERS.items():
-            places = [tree / "coco" / coco, tree / "ade20k/images" / ade, tree / "ade20k/annotations" / ade]
+            photos, copies, maps = tree / "coco" / coco, tree / "ade20k/images" / ade, tree / "ade20k/annotations" / ade
             members = np.flatnonzero(in_val == (split == "val"))
             images, annotations = [], []
             for number in track(range(getattr(settings, split)), f"drawing {root.name}, {split}", unit="images"):
@@ -63,9 +63,9 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 pixels, instances, labels = draw(rng, scans[members], targets[members], settings.image_size)
                 file, stem = f"{image_id:012d}.png", f"{prefix}_{number + 1:08d}"
                 # stored uncompressed, like those of `digits`
-                Image.fromarray(pixels).save(places[0] / file, compress_level=0)
-                _share(places[0] / file, places[1] / f"{stem}.png")
-                Image.fromarray(labels).save(places[2] / f"{stem}.png", compress_level=0)
+                Image.fromarray(pixels).save(photos / file, compress_level=0)
+                _share(photos / file, copies / f"{stem}.png")
+                Image.fromarray(labels).save(maps / f"{stem}.png", compress_level=0)
                 images.append({"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size})
                 # an image has at most eight, so that ids are unique over both splits
                 annotations += [_annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)]
