@@ -136,7 +136,7 @@ def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Ite
             yield "note", subject, f"{state}; no prepare_data cell uses it"
         elif exists:
             yield "ok", subject, f"{state}, used by {used}"
-        elif folder is not None and any(cells[cell].embedded for cell in needed_by):
+        elif folder is not None and any(cells[cell].settings for cell in needed_by):
             yield "note", subject, f"{state} yet; `repro prepare-data` writes it for {used}"
         else:
             yield "error", subject, f"{state}, and {used} needs it: lay the data out as docs/data.md says, and set {subject}"

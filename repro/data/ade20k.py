@@ -25,26 +25,21 @@ class AdePairs:
     """One split, in the order of the names. Pairs are read at their own size and not changed.
 
     Args:
-        root: ADEChallengeData2016, or the folder that holds it.
-        split: `train` or `val`.
-        report: takes what is wrong: a folder or the list of classes that is missing, an image or a label map that is empty or has no
-            partner, a split without images; warnings for files that are not images.
-
-    Raises:
-        UserError: an error, if the report raises it.
+        root, split: ADEChallengeData2016, or the folder that holds it; `train` or `val`.
+        report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing, an image or a
+            label map that is empty or has no partner, a split without images; warnings for files that are not images.
     """
 
     def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST):
         base = find_base(root)
         self.classes = _read_names(base, report)
         self._images, self._labels = (base / part / FOLDERS[split] for part in ("images", "annotations"))
-        found = (list_images(folder, report, RELEASE) for folder in (self._images, self._labels))
-        images, labels = ({os.path.splitext(name)[0]: name for name in names} if names is not None else None for names in found)
-        if images is not None and labels is not None:
+        found = [list_images(folder, report, RELEASE) for folder in (self._images, self._labels)]
+        images, labels = ({os.path.splitext(name)[0]: name for name in names or ()} for names in found)
+        if None not in found:
             single = [(self._images / images[stem], "has no label map") for stem in sorted(images.keys() - labels.keys())]
             single += [(self._labels / labels[stem], "has no image") for stem in sorted(labels.keys() - images.keys())]
             report.errors(single, RELEASE)
-        images, labels = images or {}, labels or {}
         pairs = sorted((images[stem], labels[stem]) for stem in images.keys() & labels.keys())
         # arrays, since lists would be copied into every worker process page by page
         self._names = tuple(np.array([os.fsencode(pair[part]) for pair in pairs], dtype=np.bytes_) for part in (0, 1))
@@ -62,11 +57,7 @@ class AdePairs:
         return self._images / image, self._labels / label
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """A pair: image (H, W, 3) uint8, red first, and label map (H, W) uint8 with values 0..K.
-
-        Raises:
-            UserError: see `read_pair`.
-        """
+        """Image (H, W, 3) uint8 and label map (H, W) uint8 with values 0..K; see `read_pair`."""
         return read_pair(*self.paths(index), len(self.classes))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
-from .kinds import KINDS, Format, Kind, load_module
-from .manifest import Manifest, read_manifest, verify, verify_classes
+from .kinds import KINDS, Format, Kind, load_function
+from .manifest import Manifest, read_manifest, verify
 from .settings import SPLITS
 from .tree import Tree, scan_tree
 
@@ -21,18 +21,12 @@ class DataCell:
 
     Each `open_*` compares the data set with the manifest first, and writes an embedded one that is missing. The readers of dense formats
     are loaded by name, so that an edit in one leaves the code hash of a classifier's training as it is; whoever uses one imports it.
-
-    Args:
-        name: the name of the cell.
-        manifest_path: the file on which every result from this data depends.
-        manifest: its content.
-        root: the folder that holds the data set.
     """
 
     name: str
-    manifest_path: Path
+    manifest_path: Path  # of the file on which every result from this data depends
     manifest: Manifest
-    root: Path
+    root: Path  # the folder that holds the data set
 
     @property
     def kind(self) -> str:
@@ -46,25 +40,25 @@ class DataCell:
     def open_tree(self) -> Tree:
         """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
         tree = scan_tree(self._find_part("folders"), self.kind)
-        verify_classes(self.manifest, self.root, tree.classes)
         verify(self.manifest, self.root, {split: tree.list_folders(split) for split in SPLITS})
         return tree
 
     def open_instances(self, split: str) -> Any:
         """The annotated objects of a split in COCO's format; raises UserError where they are not those of the manifest."""
-        base, coco = self._find_part("coco"), load_module("coco")
-        verify(self.manifest, self.root, {split: coco.list_folders(base, split, self._row.prefix("coco"))})
-        return coco.read_instances(base, split)
+        return self._open("coco", "read_instances", split)
 
     def open_pairs(self, split: str) -> Any:
         """The images of a split and their label maps in ADE20K's format; raises UserError where they are not those of the manifest."""
-        base, ade20k = self._find_part("ade20k"), load_module("ade20k")
-        verify(self.manifest, self.root, {split: ade20k.list_folders(base, split, self._row.prefix("ade20k"))})
-        return ade20k.AdePairs(base, split)
+        return self._open("ade20k", "AdePairs", split)
 
     def groups(self, tree: Tree) -> np.ndarray | None:
         """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See `TrainOrder`."""
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self._row.paired else None
+
+    def _open(self, part: Format, reader: str, split: str) -> Any:
+        base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
+        verify(self.manifest, self.root, {split: list_folders(base, split, self._row.parts[part])})
+        return load_function(f"{part}.{reader}")(base, split)
 
     def _find_part(self, part: Format) -> Path:
         """Where the part of a format begins."""
@@ -72,7 +66,7 @@ class DataCell:
             kinds = " or ".join(kind.name for kind in KINDS.values() if part in kind.parts)
             raise UserError(f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}")
         if self.manifest.generated is not None and not self.root.exists():
-            self._row.write(self.root, self.manifest.generated)
+            load_function(self._row.writer)(self.root, self.manifest.generated)
         return self.root / self._row.parts[part]
 
 
@@ -92,11 +86,7 @@ def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
-    """A cell of `prepare_data:` by its name.
-
-    Raises:
-        UserError: it was not prepared, or `runtime.data_roots` does not say where it lies.
-    """
+    """A cell of `prepare_data:`; raises UserError where it was not prepared, or `runtime.data_roots` does not say where it lies."""
     file = manifest_path(paths, name)
     manifest = read_manifest(file)
     return DataCell(name=name, manifest_path=file, manifest=manifest, root=find_root(paths, runtime, name, manifest.kind))

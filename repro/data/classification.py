@@ -4,6 +4,7 @@ Images travel from the loading processes as bytes, which takes a quarter of what
 input of a model, on the model's device.
 """
 
+import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,8 @@ from timm.data.random_erasing import RandomErasing
 from torch.utils.data import Dataset, default_collate
 
 from ..core.errors import UserError
-from .pixels import UNREADABLE, decode_rgb, decode_upright
-from .randomness import own_randomness
+from .loader import own_randomness
+from .pixels import UNREADABLE, decode_upright
 from .settings import TransformSettings
 from .tree import Source, Tree
 
@@ -59,11 +60,6 @@ class ToInput:
     """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in training.
 
     Erasing draws from Python's and torch's global generators.
-
-    Args:
-        settings: mean, deviation and the probability of erasing.
-        device: where the inputs shall be.
-        training: whether to erase.
     """
 
     def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
@@ -88,8 +84,7 @@ class ImageFolder(Dataset):
     neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
 
     Args:
-        tree: see `DataCell.open_tree`.
-        split: `train` or `val`.
+        tree, split: see `DataCell.open_tree`; `train` or `val`.
         transform: turns a PIL image, RGB, into a tensor.
         seed: seed of the augmentation.
         max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
@@ -98,18 +93,16 @@ class ImageFolder(Dataset):
     def __init__(self, tree: Tree, split: str, transform: Callable, *, seed: int = 0, max_unreadable: int = 0):
         self.tree, self.split, self.transform, self.seed, self.max_unreadable = tree, split, transform, seed, max_unreadable
         self._targets = tree.splits[split].targets
-        # one flag per file instead of a counter: two processes may set the same flag, and a file that is met in every epoch counts
-        # once
+        # flags instead of a counter: two processes may set the same one, and a file that is met in every epoch counts once
         self._unreadable = torch.zeros(len(self._targets), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
         return len(self._targets)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        epoch, index = key
-        image, index = self._next_readable(index)
-        with own_randomness(self.seed, epoch, key[1]):
-            return self.transform(image), int(self._targets[index])
+        image, found = self._next_readable(key[1])
+        with own_randomness(self.seed, *key):
+            return self.transform(image), int(self._targets[found])
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
         """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and costs a GPU nothing."""
@@ -148,8 +141,12 @@ class ImageFolder(Dataset):
 
 
 def read_rgb(source: Source, upright: bool = False) -> Image.Image:
-    """Decode an image as RGB, turned as its EXIF data say if `upright`; raises what Pillow raises, see `UNREADABLE`."""
-    return (decode_upright if upright else decode_rgb)(source.read())
+    """An image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raises what Pillow raises, see `UNREADABLE`."""
+    content = source.read()
+    if upright:
+        return decode_upright(content)
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

@@ -32,44 +32,32 @@ _FAULTS = {
     "outside": ("warning", "training takes what lies inside"),
 }
 Row = dict[str, Any]
+Box = tuple[float, float, float, float]  # corners
+Faults = dict[str, list[str]]  # sort -> descriptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """One annotation file. Arrays and bytes, since a million objects would be copied into every worker process page by page.
+    """One annotation file of K categories, N images and A targets; its boxes and masks follow one another image by image.
 
-    Args:
-        file: the JSON itself, which pycocotools reads for the evaluation.
-        folder: the folder of the images.
-        classes: (K,) names; label k in 1..K is `classes[k - 1]`.
-        category_ids: (K,) their ids in the file, ascending, mostly with gaps.
-        image_ids: (N,) int64, ascending.
-        names: (N,) bytes; file names.
-        sizes: (N, 2) int64; (height, width) in pixels.
-        starts: (N + 1,) int64; the targets of image n are those from starts[n] to starts[n + 1] - 1.
-        boxes: (A, 4) fp32; corners (x, y, x, y) in pixels, clipped to the image.
-        labels: (A,) int64 in 1..K.
-        masks: the `segmentation` of each target, marshalled, one after the other.
-        mask_starts: (A + 1,) int64; where each begins.
-        num_annotations: number of annotations in the file, targets or not.
-        num_empty, num_outside: number of boxes without area, and of boxes that reach beyond their image.
+    Arrays and bytes, since a million objects would be copied into every worker process page by page.
     """
 
-    file: Path
-    folder: Path
-    classes: tuple[str, ...]
-    category_ids: tuple[int, ...]
-    image_ids: np.ndarray
-    names: np.ndarray
-    sizes: np.ndarray
-    starts: np.ndarray
-    boxes: np.ndarray
-    labels: np.ndarray
-    masks: bytes
-    mask_starts: np.ndarray
-    num_annotations: int
-    num_empty: int
-    num_outside: int
+    file: Path  # the JSON itself, which pycocotools reads for the evaluation
+    folder: Path  # of the images
+    classes: tuple[str, ...]  # (K,) names; label k in 1..K is classes[k - 1]
+    category_ids: tuple[int, ...]  # (K,) their ids in the file, ascending, mostly with gaps
+    image_ids: np.ndarray  # (N,) int64, ascending
+    names: np.ndarray  # (N,) bytes; file names
+    sizes: np.ndarray  # (N, 2) int64; (height, width) in pixels
+    starts: np.ndarray  # (N + 1,) int64; the targets of image n are those from starts[n] to starts[n + 1] - 1
+    boxes: np.ndarray  # (A, 4) fp32; corners (x, y, x, y) in pixels, clipped to the image
+    labels: np.ndarray  # (A,) int64 in 1..K
+    masks: bytes  # the `segmentation` of each target, marshalled, one after the other
+    mask_starts: np.ndarray  # (A + 1,) int64; where each begins
+    num_annotations: int  # in the file, targets or not
+    num_empty: int  # boxes without area
+    num_outside: int  # boxes that reach beyond their image
 
     def path(self, place: int) -> Path:
         """The file of an image."""
@@ -91,13 +79,10 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
     boxes that reach over the border are clipped.
 
     Args:
-        root: the folder that holds train2017, val2017 and annotations.
-        split: `train` or `val`.
+        root, split: the folder that holds train2017, val2017 and annotations; `train` or `val`.
         report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to nothing, a
-            target without a mask, images that are not in the folder; warnings for boxes without area or beyond their image.
-
-    Returns:
-        The annotations; None where the report lets the reading continue after an error that leaves nothing to read.
+            target without a mask, images that are not in the folder; warnings for boxes without area or beyond their image. Where it
+            lets the reading continue after an error that leaves nothing to read, None is returned.
 
     Raises:
         UserError: an error, if the report raises it.
@@ -112,12 +97,12 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
     category_ids, image_ids = sorted(categories), sorted(images)
     label_of = {category_id: label for label, category_id in enumerate(category_ids, start=1)}
     place_of = {image_id: place for place, image_id in enumerate(image_ids)}
-    rows, judge = [], _Judge(images, categories)
+    rows, faults = [], {sort: [] for sort in _FAULTS}
     for row in annotations.values():
-        if (box := judge.find_target(row)) is not None:
+        if (box := _find_target(row, images, categories, faults)) is not None:
             rows.append((place_of[row["image_id"]], box, label_of[row["category_id"]], marshal.dumps(row["segmentation"])))
     for sort, (severity, advice) in _FAULTS.items():
-        report.add([Finding(severity, file, problem, advice) for problem in judge.faults[sort]])
+        report.add([Finding(severity, file, problem, advice) for problem in faults[sort]])
     rows.sort(key=lambda row: row[0])
     ordered = [images[image_id] for image_id in image_ids]
     return Instances(
@@ -134,17 +119,14 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
         masks=b"".join(row[3] for row in rows),
         mask_starts=np.cumsum([0, *(len(row[3]) for row in rows)]),
         num_annotations=len(content["annotations"]),
-        num_empty=len(judge.faults["empty"]),
-        num_outside=len(judge.faults["outside"]),
+        num_empty=len(faults["empty"]),
+        num_outside=len(faults["outside"]),
     )
 
 
 def read_classes(root: Path, report: Report = RAISE_FIRST) -> tuple[str, ...]:
-    """The names of the categories, in the order of their ids; reads and judges both splits.
-
-    Raises:
-        UserError: see `read_instances`; categories that differ between train and val.
-    """
+    """The names of the categories in the order of their ids; judges both splits, and raises UserError as `read_instances` does, or
+    where their categories differ."""
     train, val = (read_instances(root, split, report) for split in SPLITS)
     if (train.category_ids, train.classes) != (val.category_ids, val.classes):
         report.error(val.file, f"has other categories than {train.file.name}", "take both files of one release")
@@ -165,16 +147,7 @@ def list_folders(root: Path, split: str, prefix: str) -> list[Folder]:
 
 
 def read_image(path: Path, size: tuple[int, int], file: Path) -> np.ndarray:
-    """An image as (H, W, 3) uint8, red first.
-
-    Args:
-        path: the image.
-        size: (height, width) in pixels that the annotations say.
-        file: the annotations, for the message.
-
-    Raises:
-        UserError: it cannot be read, or has another size.
-    """
+    """An image as (H, W, 3) uint8, red first; raises UserError if it cannot be read, or has not the (height, width) that `file` says."""
     pixels = read_pixels(path)
     if (found := pixels.shape[:2]) != size:
         turned = " (turned: is it another copy of the images?)" if found == size[::-1] else ""
@@ -183,60 +156,50 @@ def read_image(path: Path, size: tuple[int, int], file: Path) -> np.ndarray:
     return pixels
 
 
-class _Judge:
-    """Decides which annotations are targets, and collects what is wrong with the others.
-
-    Args:
-        images, categories: the rows of the file, by id.
-    """
-
-    def __init__(self, images: Mapping[int, Row], categories: Mapping[int, Row]):
-        self.images, self.categories = images, categories
-        self.faults: dict[str, list[str]] = {sort: [] for sort in _FAULTS}
-
-    def find_target(self, row: Row) -> tuple[float, float, float, float] | None:
-        """The corners of an annotation's box within its image; None where mmdet sees no target."""
-        name = f"annotation {row['id']}"
-        try:
-            for key, known in (("image_id", self.images), ("category_id", self.categories)):
-                if row[key] not in known:
-                    self.faults["lost"].append(f"{name} has {key} {row[key]}, which is not in the file")
-                    return None
-            x, y, width, height = box = [float(number) for number in row["bbox"]]
-            if not all(map(math.isfinite, box)):
-                raise ValueError(f"box {box} is not finite")
-            area = float(row.get("area", 1))
-        except (TypeError, ValueError) as error:
-            self.faults["malformed"].append(f"{name} is malformed ({explain_error(error)})")
-            return None
-        wide, high = self.images[row["image_id"]]["width"], self.images[row["image_id"]]["height"]
-        if width <= 0 or height <= 0:
-            self.faults["empty"].append(f"{name}: box {box} has no area")
-        elif min(x, y) < -_SLACK_PX or x + width > wide + _SLACK_PX or y + height > high + _SLACK_PX:
-            self.faults["outside"].append(f"{name}: box {box} leaves its image of {wide}×{high}")
-        left, top, right, bottom = max(x, 0.0), max(y, 0.0), min(x + width, wide), min(y + height, high)
-        if row.get("iscrowd") or width < 1 or height < 1 or right <= left or bottom <= top or not area > 0:
-            return None
-        if not row.get("segmentation"):
-            self.faults["maskless"].append(f"{name} has no segmentation")
-            return None
-        return left, top, right, bottom
+def _find_target(row: Row, images: Mapping[int, Row], categories: Mapping[int, Row], faults: Faults) -> Box | None:
+    """The corners of an annotation's box within its image; None where mmdet sees no target. What is wrong is added to `faults`."""
+    name = f"annotation {row['id']}"
+    try:
+        for key, known in (("image_id", images), ("category_id", categories)):
+            if row[key] not in known:
+                faults["lost"].append(f"{name} has {key} {row[key]}, which is not in the file")
+                return None
+        x, y, width, height = box = [float(number) for number in row["bbox"]]
+        if not all(map(math.isfinite, box)):
+            raise ValueError(f"box {box} is not finite")
+        area = float(row.get("area", 1))
+    except (TypeError, ValueError) as error:
+        faults["malformed"].append(f"{name} is malformed ({explain_error(error)})")
+        return None
+    image = images[row["image_id"]]
+    wide, high = image["width"], image["height"]
+    if width <= 0 or height <= 0:
+        faults["empty"].append(f"{name}: box {box} has no area")
+    elif min(x, y) < -_SLACK_PX or x + width > wide + _SLACK_PX or y + height > high + _SLACK_PX:
+        faults["outside"].append(f"{name}: box {box} leaves its image of {wide}×{high}")
+    left, top, right, bottom = max(x, 0.0), max(y, 0.0), min(x + width, wide), min(y + height, high)
+    if row.get("iscrowd") or width < 1 or height < 1 or right <= left or bottom <= top or not area > 0:
+        return None
+    if not row.get("segmentation"):
+        faults["maskless"].append(f"{name} has no segmentation")
+        return None
+    return left, top, right, bottom
 
 
 def _read_json(file: Path, report: Report) -> dict[str, Any] | None:
     """The three lists of an annotation file; None where it has not got them."""
     try:
         content = json.loads(file.read_bytes())
+        lists = ("images", "annotations", "categories")
+        missing = [key for key in lists if not isinstance(content, dict) or not isinstance(content.get(key), list)]
+        problem = f"has no list {missing[0]!r}" if missing else None
     except OSError as error:
-        report.error(file, explain_error(error), _RENEW)
-        return None
+        problem = explain_error(error)
     except (ValueError, RecursionError) as error:
-        report.error(file, f"is not valid JSON ({explain_error(error)[:120]})", _RENEW)
+        problem = f"is not valid JSON ({explain_error(error)[:120]})"
+    if problem is not None:
+        report.error(file, problem, _RENEW)
         return None
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(content, dict) or not isinstance(content.get(key), list):
-            report.error(file, f"has no list {key!r}", _RENEW)
-            return None
     return content
 
 
@@ -265,6 +228,5 @@ def _find_images(folder: Path, file: Path, names: Sequence[str], report: Report)
         return
     report.errors([(folder / name, f"no such file, {file.name} has it") for name in sorted(set(names) - set(sizes))], advice)
     if unused := sorted(set(sizes) - set(names)):
-        report.warning(
-            folder, f"holds {count(len(unused), 'image')} that {file.name} does not have ({show_few(unused)})", "nothing reads them"
-        )
+        problem = f"holds {count(len(unused), 'image')} that {file.name} does not have ({show_few(unused)})"
+        report.warning(folder, problem, "nothing reads them")

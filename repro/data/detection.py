@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 from ..core.errors import UserError
 from .coco import Instances, read_image
 from .findings import BadData, Finding
-from .randomness import own_randomness
+from .loader import own_randomness
 from .settings import DetectionTransformSettings
 
 Target = dict[str, Any]
@@ -24,14 +24,11 @@ _MIN_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
 class CocoDetection(Dataset):
     """Images and their targets. Items are indexed by (epoch, index), and the augmentation depends only on these and on the seed.
 
-    Evaluation takes every image; training leaves out images without a target or with a side of less than 32 pixels. An image that
-    cannot be read, or that contradicts the annotations, ends the run.
+    Evaluation takes every image; training leaves out images without a target or with a side of less than 32 pixels.
 
     Args:
         instances: see `coco.read_instances`.
-        settings: sizes and, for training, random changes.
-        training: whether to apply the random changes.
-        seed: seed of the augmentation.
+        settings: sizes and, where `training`, random changes, which also depend on `seed`.
 
     Raises:
         UserError: no image is left to train on.
@@ -64,7 +61,7 @@ class CocoDetection(Dataset):
                 original_size (height, width) of the file. Targets whose box or mask has no remaining area are dropped.
 
         Raises:
-            UserError: see `_read`.
+            UserError: an image that cannot be read, or that contradicts the annotations.
         """
         epoch, index = key
         place = int(self._places[index])
@@ -80,10 +77,9 @@ class CocoDetection(Dataset):
             pieces = _resize(pieces, self.settings.min_size[-1], self.settings.max_size)
         image, boxes, masks = (piece.as_subclass(Tensor) for piece in pieces)
         kept = (boxes[:, 2:] > boxes[:, :2]).all(dim=1) & masks.flatten(1).any(dim=1).bool()
-        labels = torch.from_numpy(self.instances.labels[self.instances.targets(place)])
         target = {
             "boxes": boxes[kept],
-            "labels": labels[kept],
+            "labels": torch.from_numpy(self.instances.labels[self.instances.targets(place)])[kept],
             "masks": masks[kept],
             "image_id": int(self.instances.image_ids[place]),
             "original_size": tuple(self.instances.sizes[place].tolist()),

@@ -16,16 +16,9 @@ _MOST_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line about a data set.
+    """One line about a data set: a file or folder, what is wrong there or was found to be right, and what to do about it."""
 
-    Args:
-        severity: an `error` breaks a run or its numbers, a run survives a `warning`, and `ok` is as it should be.
-        place: the file or folder.
-        problem: what is wrong there, or what was found to be right.
-        advice: what to do about it.
-    """
-
-    severity: Literal["ok", "warning", "error"]
+    severity: Literal["ok", "warning", "error"]  # an error breaks a run or its numbers, a run survives a warning
     place: Path
     problem: str
     advice: str = ""
@@ -44,17 +37,10 @@ class BadData(UserError):
 
 
 class Report(abc.ABC):
-    """Takes the findings of a reader.
-
-    Args:
-        progress: whether to show the progress of what takes long.
-
-    Attributes:
-        num_errors, num_warnings: how many it has taken.
-    """
+    """Takes the findings of a reader, and with `progress` shows the progress of what takes long."""
 
     def __init__(self, *, progress: bool = False):
-        self.num_errors = self.num_warnings = 0
+        self.num_errors = self.num_warnings = 0  # how many it has taken
         self.progress = progress
 
     @abc.abstractmethod
@@ -71,7 +57,7 @@ class Report(abc.ABC):
 
     def error(self, place: Path, problem: str, advice: str) -> None:
         """Report something that breaks a run or its numbers."""
-        self.add([Finding("error", place, problem, advice)])
+        self.errors([(place, problem)], advice)
 
     def errors(self, found: Sequence[tuple[Path, str]], advice: str) -> None:
         """Report several (place, problem) of one sort that break a run or its numbers."""
@@ -97,9 +83,7 @@ RAISE_FIRST = RaiseFirst()
 class PrintAll(Report):
     """The report of `repro data check`: a line for each finding; of more than ten of one sort the rest are counted.
 
-    Args:
-        root: places are shown relative to this folder.
-        emit: takes a line, whose first word is the severity.
+    `emit` takes a line, whose first word is the severity. Places are shown relative to `root`.
     """
 
     def __init__(self, root: Path, emit: Callable[[str], None] = print):
@@ -112,15 +96,13 @@ class PrintAll(Report):
         new = [finding for finding in findings if finding not in self._seen]
         self._seen.update(new)
         for finding in new[:_MOST_SHOWN]:
-            self._emit(f"{finding.severity:9}{dataclasses.replace(finding, place=self._shorten(finding.place))}")
+            inside = finding.place.is_relative_to(self._root) and finding.place != self._root
+            place = finding.place.relative_to(self._root) if inside else finding.place
+            self._emit(f"{finding.severity:9}{dataclasses.replace(finding, place=place)}")
         if (rest := len(new) - _MOST_SHOWN) > 0:
             self._emit(f"{new[0].severity:9}... and {rest:,} more like this")
         self.num_errors += sum(finding.severity == "error" for finding in new)
         self.num_warnings += sum(finding.severity == "warning" for finding in new)
-
-    def _shorten(self, place: Path) -> Path:
-        inside = place.is_relative_to(self._root) and place != self._root
-        return place.relative_to(self._root) if inside else place
 
 
 def count(number: int, noun: str) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
@@ -17,49 +16,22 @@ Format = Literal["folders", "coco", "ade20k"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of data set.
+    """A kind of data set; `check` and `writer` name functions of this package, see `load_function`."""
 
-    Args:
-        name: the kind in params.yaml and in manifests.
-        parts: the format of each part -> where it begins below the root. `folders` is train/<class>/ and val/<class>/.
-        layout: what the root holds, for messages.
-        check: the function of this package that `repro data check` calls with (root, report, depth).
-        class_names: gives the names that class folders may have; None allows any.
-        sorting: advice where images are not sorted into class folders.
-        official: (name, counts) of the published data set; a manifest lists the departures from it.
-        size_gb: disk space in 1e9 bytes once the archives are removed; None where it depends on settings or on the user.
-        settings_key: of an embedded kind, the key of its settings in a cell of prepare_data.
-        settings: of an embedded kind, the class of its settings.
-        writer: of an embedded kind, the function of this package that is called with (root, settings).
-        upright: whether images are turned as their EXIF data say. Published numbers on ImageNet leave them as they are stored.
-        paired: whether training images of the same name belong in one batch.
-    """
-
-    name: str
-    parts: Mapping[Format, str]
-    layout: str
-    check: str
-    class_names: Callable[[], Sequence[str]] | None = None
-    sorting: str = "sort them into one folder per class (docs/data.md)"
-    official: tuple[str, ExpectedCounts] | None = None
-    size_gb: float | None = None
-    settings_key: str | None = None
-    settings: type | None = None
-    writer: str | None = None
-    upright: bool = False
-    paired: bool = False
-
-    def prefix(self, part: Format) -> str:
-        """How the manifest begins the names of a part's folders; empty where the part is all of the data set."""
-        return "" if self.parts[part] == "." else f"{self.parts[part]}/"
-
-    def write(self, root: Path, settings: Any) -> None:
-        """Write an embedded data set.
-
-        Raises:
-            UserError: `root` holds other files, or the settings cannot be met.
-        """
-        load_function(self.writer)(root, settings)
+    name: str  # in params.yaml and in manifests
+    layout: str  # what the root holds, for messages
+    check: str  # `repro data check` calls it with (root, report, depth)
+    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is train/<class>/ and val/<class>/
+    parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
+    class_names: Callable[[], Sequence[str]] | None = None  # gives the names that class folders may have; None allows any
+    sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
+    official: tuple[str, ExpectedCounts] | None = None  # the published data set; a manifest lists the departures from it
+    size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
+    settings_key: str | None = None  # of an embedded kind, the key of its settings in a cell of prepare_data
+    settings: type | None = None  # of an embedded kind, their class
+    writer: str | None = None  # of an embedded kind, called with (root, settings)
+    upright: bool = False  # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
+    paired: bool = False  # training images of the same name belong in one batch
 
     @property
     def modules(self) -> list[str]:
@@ -83,7 +55,6 @@ KINDS = {
     for kind in (
         Kind(
             name="digits",
-            parts={"folders": "."},
             layout="train/digit_<0-9>/ and val/digit_<0-9>/",
             check="check.folders.check_digits",
             class_names=lambda: DigitsSettings.CLASSES,
@@ -93,7 +64,6 @@ KINDS = {
         ),
         Kind(
             name="imagenet",
-            parts={"folders": "."},
             layout="train/<wnid>/ and val/<wnid>/, a thousand folders each",
             check="check.folders.check_imagenet",
             class_names=list_wnids,
@@ -101,16 +71,9 @@ KINDS = {
             official=("ImageNet-1K", IMAGENET_1K),
             size_gb=150,
         ),
-        Kind(
-            name="folder",
-            parts={"folders": "."},
-            layout="train/<class>/ and val/<class>/",
-            check="check.folders.check_folder",
-            upright=True,
-        ),
+        Kind(name="folder", layout="train/<class>/ and val/<class>/", check="check.folders.check_folder", upright=True),
         Kind(
             name="connect",
-            parts={"folders": "."},
             layout="train/{apart,joined}/ and val/{apart,joined}/",
             check="check.folders.check_connect",
             class_names=lambda: ConnectSettings.CLASSES,
@@ -121,7 +84,7 @@ KINDS = {
         ),
         Kind(
             name="scenes",
-            parts={"coco": "coco", "ade20k": "ade20k"},
+            parts={"coco": "coco/", "ade20k": "ade20k/"},
             layout="coco/ and ade20k/",
             check="check.dense.check_scenes",
             settings_key="draw",
@@ -130,7 +93,7 @@ KINDS = {
         ),
         Kind(
             name="coco",
-            parts={"coco": "."},
+            parts={"coco": ""},
             layout="train2017/, val2017/ and annotations/",
             check="check.dense.check_coco",
             official=("COCO 2017", ExpectedCounts(classes=80, train=118_287, val=5_000)),
@@ -138,7 +101,7 @@ KINDS = {
         ),
         Kind(
             name="ade20k",
-            parts={"ade20k": "."},
+            parts={"ade20k": ""},
             layout="ADEChallengeData2016, or is that folder,",
             check="check.dense.check_ade20k",
             official=("ADE20K", ExpectedCounts(classes=150, train=20_210, val=2_000)),
@@ -151,35 +114,21 @@ KINDS = {
 def load_function(name: str) -> Callable[..., Any]:
     """A function of this package by its module and name, e.g. `embedded.digits.write_digits`.
 
-    The table names functions instead of importing them, so that an edit in a writer or in a check leaves the code hash of every
-    training as it is.
+    What is named and not imported may be edited without a change of the code hash of every training.
     """
     module, _, function = name.rpartition(".")
-    return getattr(load_module(module), function)
-
-
-def load_module(name: str) -> Any:
-    """A module of this package by its name; see `load_function`."""
-    return importlib.import_module(f".{name}", __package__)
+    return getattr(importlib.import_module(f".{module}", __package__), function)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareData:
-    """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`.
-
-    Args:
-        kind: a row of `KINDS`.
-        expected: what the data set must hold; only a `folder` may leave it out.
-        generate: how `digits` is written; only there.
-        draw: how `scenes` is written; only there.
-        curves: how `connect` is written; only there.
-    """
+    """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`."""
 
     kind: Literal[tuple(KINDS)]
-    expected: ExpectedCounts | None = None
-    generate: DigitsSettings | None = None
-    draw: ScenesSettings | None = None
-    curves: ConnectSettings | None = None
+    expected: ExpectedCounts | None = None  # what the data set must hold; only a `folder` may leave it out
+    generate: DigitsSettings | None = None  # how `digits` is written; only there
+    draw: ScenesSettings | None = None  # how `scenes` is written; only there
+    curves: ConnectSettings | None = None  # how `connect` is written; only there
 
     def __post_init__(self) -> None:
         if self.expected is None and self.kind != "folder":
@@ -193,8 +142,3 @@ class PrepareData:
         """How an embedded data set is written; None for one that must be there."""
         key = KINDS[self.kind].settings_key
         return getattr(self, key) if key else None
-
-    @property
-    def embedded(self) -> bool:
-        """Whether the project writes the data set itself."""
-        return self.settings is not None

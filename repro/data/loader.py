@@ -6,6 +6,8 @@ and the batch number, which the training loop knows anyway.
 
 import atexit
 import contextlib
+import dataclasses
+import random
 import signal
 import threading
 import weakref
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from ..core.errors import RunError, UserError
 
@@ -39,57 +41,71 @@ class Samples(Protocol):
         """Raise again, in the main process, the `UserError` that ended a loading process."""
 
 
+@contextlib.contextmanager
+def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed Python, NumPy and torch from (seed, epoch, index), and in the main process restore their states afterwards.
+
+    Transforms of timm, torchvision and mmseg draw from these global generators. Without the restoring, a loader without workers
+    would change the randomness of the training step, and a resumed run would differ from an uninterrupted one. In a loading process
+    nothing else draws, so it saves the 70 microseconds per image.
+    """
+    before = None if get_worker_info() else (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    for_python, for_numpy, for_torch = np.random.SeedSequence((1, seed, epoch, index)).generate_state(3).tolist()
+    random.seed(for_python)
+    np.random.seed(for_numpy)
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would also reseed every GPU
+    try:
+        yield
+    finally:
+        if before is not None:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+
+@dataclasses.dataclass
 class TrainOrder:
     """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into global batches, each divided among the ranks.
 
-    A remainder that fills no global batch is left out; it is a different one in each epoch.
+    A remainder that fills no global batch is left out; it is a different one in each epoch. For recipes that count steps,
+    `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the data.
 
-    Args:
-        size: number of samples.
-        batch_size: number of samples per rank.
-        seed: seed of the permutations.
-        rank, world_size: this process among those that train together.
-        batches_per_epoch: length of an epoch for recipes that count steps; epochs then follow one another through the passes over the
-            data. None makes an epoch one pass.
-        groups: (size,) a number for each sample, or None. With groups, both samples of each pair in a batch are of one group, such as
-            wide images, which reduces padding. Grouping pairs instead of whole batches follows the published recipes, which put 2
-            images on a GPU, and keeps the global batches the same on any number of processes.
+    With `groups`, both samples of each pair in a batch are of one group, such as wide images, which reduces padding. Grouping pairs
+    instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the global batches the same on any
+    number of processes.
     """
 
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        groups: np.ndarray | None = None,
-        batches_per_epoch: int | None = None,
-    ):
-        self._size, self._batch_size, self._seed, self._rank, self._world_size = size, batch_size, seed, rank, world_size
-        self._groups = groups
-        self._of_a_pass = size // (batch_size * world_size)
-        self._length = batches_per_epoch or self._of_a_pass
+    size: int  # number of samples
+    batch_size: int  # samples per rank
+    seed: int  # of the permutations
+    rank: int = 0  # this process among those that train together
+    world_size: int = 1
+    groups: np.ndarray | None = None  # (size,) a number for each sample
+    batches_per_epoch: int | None = None  # None makes an epoch one pass over the data
+
+    def __post_init__(self) -> None:
+        self._of_a_pass = self.size // (self.batch_size * self.world_size)
         if self._of_a_pass == 0:
-            raise UserError(f"batch size {batch_size} on {world_size} process(es): there are only {size} training images; make it smaller")
+            found = f"batch size {self.batch_size} on {self.world_size} process(es): there are only {self.size} training images"
+            raise UserError(f"{found}; make it smaller")
 
     def __len__(self) -> int:
-        return self._length
+        return self.batches_per_epoch or self._of_a_pass
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
         """The keys of the batches of an epoch from number `start` on; a key is (pass over the data, index)."""
         order, ordered = np.empty(0, dtype=np.int64), -1
-        for number in range(start, self._length):
-            number_of_pass, place = divmod(epoch * self._length + number, self._of_a_pass)
+        for number in range(start, len(self)):
+            number_of_pass, place = divmod(epoch * len(self) + number, self._of_a_pass)
             if number_of_pass != ordered:
                 order, ordered = self._order(number_of_pass), number_of_pass
-            first = (place * self._world_size + self._rank) * self._batch_size
-            yield [(number_of_pass, index) for index in order[first : first + self._batch_size].tolist()]
+            first = (place * self.world_size + self.rank) * self.batch_size
+            yield [(number_of_pass, index) for index in order[first : first + self.batch_size].tolist()]
 
     def _order(self, number_of_pass: int) -> np.ndarray:
-        sequence = np.random.SeedSequence((0, self._seed, number_of_pass))
-        order = np.random.Generator(np.random.PCG64(sequence)).permutation(self._size)
-        return order if self._groups is None else _pair_up(order, self._groups)
+        sequence = np.random.SeedSequence((0, self.seed, number_of_pass))
+        order = np.random.Generator(np.random.PCG64(sequence)).permutation(self.size)
+        return order if self.groups is None else _pair_up(order, self.groups)
 
 
 def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -106,12 +122,9 @@ def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 class EvalOrder:
-    """Every sample exactly once over all ranks, in order; ranks may get one sample more or less than others.
+    """Every sample exactly once over all ranks, in order; arguments are those of `TrainOrder`.
 
-    Args:
-        size: number of samples.
-        batch_size: number of samples per rank; the last batch may be smaller.
-        rank, world_size: this process among those that evaluate together.
+    The last batch may be smaller than `batch_size`, and ranks may get one sample more or less than others.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -136,23 +149,22 @@ class _Keys:
     def __iter__(self) -> Iterator[Keys]:
         return self.order.batches(self.epoch, self.start)
 
-    def __len__(self) -> int:
-        return len(self.order) - self.start
-
 
 class _Loader:
     """Worker processes that outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
 
-    def __init__(self, dataset: Samples, order: TrainOrder | EvalOrder, *, workers: int, pin_memory: bool):
+    _order: type[TrainOrder | EvalOrder]
+
+    def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
         self.dataset = dataset
-        self._keys = _Keys(order)
+        self._keys = _Keys(self._order(len(dataset), **order))
         self._loader: DataLoader | None = DataLoader(
             dataset,
             batch_sampler=self._keys,
             collate_fn=dataset.collate,
             num_workers=workers,
             persistent_workers=workers > 0,
-            pin_memory=pin_memory,
+            pin_memory=torch.device(device).type == "cuda",
             worker_init_fn=_ignore_signals,
             # DataLoader draws a number for each iterator, by default from the global generator
             generator=torch.Generator(),
@@ -171,7 +183,8 @@ class _Loader:
         self._iterator = None
         self._loader = None
 
-    def _batches(self, epoch: int, start: int) -> Iterator[tuple]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
+        """The batches of an epoch from number `start` on, in content and order those of an uninterrupted run."""
         if self._loader is None:
             raise RuntimeError("this loader was closed")
         self._keys.epoch, self._keys.start = epoch, start
@@ -205,36 +218,16 @@ class TrainLoader(_Loader):
 
     Args:
         dataset: the training split.
-        batch_size: number of samples per rank.
-        seed: seed of the order.
         workers: processes that decode and augment; with 0 this process does. The batches are the same.
         device: the device that takes the batches; for CUDA they are put into page-locked memory.
-        rank, world_size, batches_per_epoch, groups: see `TrainOrder`.
+        order: batch_size, seed, and the other arguments of `TrainOrder`.
 
     Raises:
         UserError: there are fewer samples than one global batch; while iterating, too many files are unreadable.
         RunError: while iterating, a worker process died.
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        *,
-        batch_size: int,
-        seed: int,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-        rank: int = 0,
-        world_size: int = 1,
-        batches_per_epoch: int | None = None,
-        groups: np.ndarray | None = None,
-    ):
-        order = TrainOrder(len(dataset), batch_size, seed, rank, world_size, groups, batches_per_epoch)
-        super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
-        """The batches of an epoch from number `start` on, in content and order those of an uninterrupted run."""
-        return self._batches(epoch, start)
+    _order = TrainOrder
 
     def files(self, epoch: int, number: int) -> list[str]:
         """The names of one batch's items."""
@@ -242,19 +235,15 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Evaluation batches: every sample exactly once over all ranks, in order; each iteration starts from the beginning.
+    """Every sample exactly once over all ranks, in order, from the beginning in each iteration; `order` is that of `EvalOrder`.
 
-    Arguments and errors are those of `TrainLoader`; the last batch may be smaller.
+    Other arguments and errors are those of `TrainLoader`.
     """
 
-    def __init__(
-        self, dataset: Samples, *, batch_size: int, workers: int = 0, device: torch.device | str = "cpu", rank: int = 0, world_size: int = 1
-    ):
-        order = EvalOrder(len(dataset), batch_size, rank, world_size)
-        super().__init__(dataset, order, workers=workers, pin_memory=torch.device(device).type == "cuda")
+    _order = EvalOrder
 
     def __iter__(self) -> Iterator[tuple]:
-        return self._batches(0, 0)
+        return self.batches(0)
 
 
 def _end_workers(iterator: Any) -> None:

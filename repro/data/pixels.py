@@ -3,6 +3,7 @@
 import io
 import struct
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,23 +23,11 @@ def explain_error(error: Exception) -> str:
     return "not in any image format" if "cannot identify image file" in text else text or type(error).__name__
 
 
-def decode_rgb(content: bytes) -> Image.Image:
-    """An image as RGB, its pixels as they are stored: EXIF orientation is ignored, as in all published numbers on ImageNet.
-
-    Raises:
-        UNREADABLE: damaged bytes.
-    """
-    with Image.open(io.BytesIO(content)) as image:
-        return image.convert("RGB")
-
-
 def decode_upright(content: bytes) -> Image.Image:
     """An image as RGB, turned as its EXIF data say, as OpenCV decodes it.
 
     Grey becomes three equal channels, 16 bits keep the upper 8, an alpha channel is left out, palettes and CMYK are converted.
-
-    Raises:
-        UNREADABLE: damaged bytes, or pixels without a known range of values (32 bits, floats).
+    Damaged bytes, or pixels without a known range of values (32 bits, floats), raise `UNREADABLE`.
     """
     image = _open_upright(content)
     if image.mode.startswith("I;16"):
@@ -50,31 +39,16 @@ def decode_upright(content: bytes) -> Image.Image:
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """The image of a file as (H, W, 3) uint8, red first; see `decode_upright`.
-
-    Raises:
-        UserError: missing, damaged, or of a mode without a known range of values.
-    """
-    try:
-        return np.array(decode_upright(path.read_bytes()))
-    except UNREADABLE as error:
-        raise _unreadable(path, error) from None
+    """The image of a file as (H, W, 3) uint8, red first, see `decode_upright`; raises UserError if it is missing or damaged."""
+    return np.array(_decode_file(path, decode_upright))
 
 
 def read_labels(path: Path) -> np.ndarray:
-    """A label map as (H, W) uint8.
-
-    Raises:
-        UserError: missing, damaged, or not of one channel with 8 bits.
-    """
-    try:
-        image = _open_upright(path.read_bytes())
-    except UNREADABLE as error:
-        raise _unreadable(path, error) from None
+    """A label map as (H, W) uint8; raises UserError if it is missing, damaged, or not of one channel with 8 bits."""
+    image = _decode_file(path, _open_upright)
     if image.mode != "L":
-        raise BadData(
-            Finding("error", path, f"label map of mode {image.mode}, one channel of 8 bits expected", "take the file of the release")
-        )
+        problem = f"label map of mode {image.mode}, one channel of 8 bits expected"
+        raise BadData(Finding("error", path, problem, "take the file of the release"))
     return np.array(image)
 
 
@@ -84,5 +58,8 @@ def _open_upright(content: bytes) -> Image.Image:
         return ImageOps.exif_transpose(image)
 
 
-def _unreadable(path: Path, error: Exception) -> BadData:
-    return BadData(Finding("error", path, f"unreadable image ({explain_error(error)})", "get it again"))
+def _decode_file(path: Path, decode: Callable[[bytes], Image.Image]) -> Image.Image:
+    try:
+        return decode(path.read_bytes())
+    except UNREADABLE as error:
+        raise BadData(Finding("error", path, f"unreadable image ({explain_error(error)})", "get it again")) from None

@@ -1,18 +1,21 @@
 """Preparing a data set: an embedded one is written, any is read and judged, and a manifest records what it holds."""
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..core.errors import UserError
+from ..core.hashing import short_hash
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
 from .cells import find_root, manifest_path
 from .findings import RAISE_FIRST, RaiseFirst, Report
-from .kinds import KINDS, Format, PrepareData
-from .manifest import Folder, Manifest, build_manifest, check_expected, write_manifest
-from .settings import SPLITS
+from .kinds import KINDS, PrepareData, load_function
+from .manifest import Folder, Manifest, SplitRecord, write_manifest
+from .settings import SPLITS, ExpectedCounts
 from .tree import scan_tree
 
 
@@ -24,8 +27,8 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     """
     started = time.monotonic()
     kind, root = KINDS[params.kind], find_root(paths, runtime, cell, params.kind)
-    if params.embedded:
-        kind.write(root, params.settings)
+    if params.settings is not None:
+        load_function(kind.writer)(root, params.settings)
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
     if params.expected is not None:
         check_expected(manifest, root, params.expected, f"prepare_data.{cell}.expected")
@@ -44,33 +47,57 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:
-    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training.
-
-    Args:
-        root: the folder that holds it.
-        kind: a row of `KINDS`.
-        generated: the settings that an embedded data set was written with.
-        report: takes what is wrong, and shows progress.
+    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training; `generated` are its settings.
 
     Raises:
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
     """
     row, classes = KINDS[kind], ()
     folders: dict[str, list[Folder]] = {split: [] for split in SPLITS}
-    for part, below in row.parts.items():
-        classes, listed = _read_part(part, root / below, kind, row.prefix(part), report)
+    for part, prefix in row.parts.items():
+        if part == "folders":
+            tree = scan_tree(root, kind, report)
+            classes, listed = tree.classes, {split: tree.list_folders(split) for split in SPLITS}
+        else:
+            reader = {"coco": coco, "ade20k": ade20k}[part]
+            classes = reader.read_classes(root / prefix, report)
+            listed = {split: reader.list_folders(root / prefix, split, prefix) for split in SPLITS}
         for split in SPLITS:
             folders[split] += listed[split]
-    # class folders hold the images of a split together; elsewhere the first folder holds all of them
-    counted = {split: listed if "folders" in row.parts else listed[:1] for split, listed in folders.items()}
-    images = {split: sum(folder.record.images for folder in listed) for split, listed in counted.items()}
-    return build_manifest(kind, classes, images, folders, generated)
+    splits = {}
+    for split, listed in folders.items():
+        # class folders hold the images of a split together; elsewhere the first folder holds all of them
+        counted = listed if "folders" in row.parts else listed[:1]
+        splits[split] = SplitRecord(
+            images=sum(folder.record.images for folder in counted),
+            bytes=sum(folder.record.bytes for folder in listed),
+            folders={folder.name: folder.record for folder in listed},
+        )
+    hashes = [f"{split}/{name} {record.hash}" for split in SPLITS for name, record in splits[split].folders.items()]
+    manifest = Manifest(
+        kind=kind,
+        classes={name: index for index, name in enumerate(classes)},
+        splits=splits,
+        departures=(),
+        generated=generated,
+        hash=short_hash("\n".join(hashes)),
+    )
+    if row.official is None:
+        return manifest
+    name, counts = row.official
+    departures = [f"{count}: {found:,}, {name} has {wanted:,}" for count, found, wanted in _find_differences(manifest, counts)]
+    return dataclasses.replace(manifest, departures=tuple(departures))
 
 
-def _read_part(part: Format, base: Path, kind: str, prefix: str, report: Report) -> tuple[Sequence[str], dict[str, list[Folder]]]:
-    """The classes of a part, and what each split holds."""
-    if part == "folders":
-        tree = scan_tree(base, kind, report)
-        return tree.classes, {split: tree.list_folders(split) for split in SPLITS}
-    reader = {"coco": coco, "ade20k": ade20k}[part]
-    return reader.read_classes(base, report), {split: reader.list_folders(base, split, prefix) for split in SPLITS}
+def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, where: str) -> None:
+    """Raise a UserError that names the key to change, `where` and a count, if the data set at `root` holds other counts."""
+    for name, found, wanted in _find_differences(manifest, expected):
+        raise UserError(f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this")
+
+
+def _find_differences(manifest: Manifest, expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:
+    """(name, found, expected) of each count that differs."""
+    counts = {"classes": len(manifest.classes), **{split: manifest.splits[split].images for split in SPLITS}}
+    for name, found in counts.items():
+        if found != (wanted := getattr(expected, name)):
+            yield name, found, wanted

@@ -15,39 +15,30 @@ SPLITS = ("train", "val")
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
 
+def _check_pair(name: str, pair: tuple[float, ...], wanted: str) -> None:
+    if len(pair) != 2 or pair[0] > pair[1]:
+        raise ValueError(f"{name}: expected {wanted}, got {list(pair)}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformSettings:
-    """How an image becomes a tensor; the names are those of timm's `create_transform`, which does the work.
+    """How an image becomes a tensor; the names are those of timm's `create_transform`, which does the work."""
 
-    Args:
-        image_size: side of the square input in pixels.
-        scale, ratio: area fraction and aspect ratio of the random training crop, each [smallest, largest].
-        hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
-        color_jitter: strength; null switches it off. timm leaves it out when `auto_augment` is set.
-        auto_augment: a RandAugment string such as `rand-m9-mstd0.5-inc1`; null switches it off.
-        re_prob: probability of random erasing (mode `pixel`, after normalisation).
-        interpolation: the filter of every resize.
-        crop_pct: evaluation resizes the short side to image_size / crop_pct and takes the centre crop.
-        mean, std: statistics of each channel (red, green, blue), for values in [0, 1].
-    """
-
-    image_size: int = bounded(ge=1)
-    scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)
-    ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)
-    hflip: float = bounded(0.5, ge=0, le=1)
-    color_jitter: float | None = bounded(None, ge=0)
-    auto_augment: str | None = None
-    re_prob: float = bounded(0.0, ge=0, le=1)
-    interpolation: Literal["bicubic", "bilinear", "nearest"] = "bicubic"
-    crop_pct: float = bounded(0.875, gt=0, le=1)
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    image_size: int = bounded(ge=1)  # side of the square input in pixels
+    scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)  # area fraction of the random training crop, [smallest, largest]
+    ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)  # its aspect ratio, [smallest, largest]
+    hflip: float = bounded(0.5, ge=0, le=1)  # probability of a horizontal flip; 0 where left and right differ, as for digits
+    color_jitter: float | None = bounded(None, ge=0)  # strength; null switches it off. timm leaves it out beside `auto_augment`
+    auto_augment: str | None = None  # a RandAugment string such as `rand-m9-mstd0.5-inc1`; null switches it off
+    re_prob: float = bounded(0.0, ge=0, le=1)  # probability of random erasing (mode `pixel`, after normalisation)
+    interpolation: Literal["bicubic", "bilinear", "nearest"] = "bicubic"  # the filter of every resize
+    crop_pct: float = bounded(0.875, gt=0, le=1)  # evaluation resizes the short side to image_size / crop_pct, and crops the centre
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of each channel (red, green, blue), for values in [0, 1]
     std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
 
     def __post_init__(self) -> None:
-        for name in ("scale", "ratio"):
-            pair = getattr(self, name)
-            if len(pair) != 2 or pair[0] > pair[1]:
-                raise ValueError(f"{name}: expected [smallest, largest], got {list(pair)}")
+        _check_pair("scale", self.scale, "[smallest, largest]")
+        _check_pair("ratio", self.ratio, "[smallest, largest]")
         for name in ("mean", "std"):
             if len(getattr(self, name)) != 3:
                 raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
@@ -70,13 +61,7 @@ class TransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:
-    """How the embedded `digits` data set is written; see `embedded.digits`.
-
-    Args:
-        image_size: side of the PNGs in pixels.
-        val_fraction: share of each class that goes to val.
-        seed: seed of the split.
-    """
+    """How the embedded `digits` are written: side of the PNGs in pixels, share of each class that goes to val, seed of the split."""
 
     CLASSES: ClassVar[tuple[str, ...]] = tuple(f"digit_{digit}" for digit in range(10))
 
@@ -87,14 +72,10 @@ class DigitsSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScenesSettings:
-    """How the embedded `scenes` data set is drawn; see `embedded.scenes`.
+    """How the embedded `scenes` are drawn: side in pixels, number of images, seed of the drawing.
 
-    Args:
-        image_size: side of the images in pixels.
-        train, val: number of images.
-        seed: seed of the drawing.
-        val_fraction, split_seed: which scans appear only in val. With the `val_fraction` and `seed` of `digits`, a backbone that was
-            pretrained on those has seen none of them.
+    `val_fraction` and `split_seed` choose the scans that appear only in val. With the `val_fraction` and `seed` of `digits`, a
+    backbone that was pretrained on those has seen none of them.
     """
 
     image_size: int = bounded(256, ge=128)
@@ -107,42 +88,28 @@ class ScenesSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectSettings:
-    """How the embedded `connect` data set is drawn; see `embedded.connect`.
-
-    Args:
-        image_size: side of the images in pixels, a multiple of the models' patch of 16.
-        train_pairs, val_pairs: number of pairs, half the number of images.
-        dashes: [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them.
-        dash_px, gap_px, thickness_px: length and gap along a curve and its width, measured between centres of the round pen.
-        curvature: largest curvature, in 1/pixel.
-        clearance_px: least distance between the centre lines of two curves, and between far parts of one.
-        marker_px: diameter of the markers.
-        distractors: number of further pairs of curves, without markers and with the fewest dashes.
-        tilt_degrees: how far the arms may be turned from the diagonals of the image; 45 allows every angle.
-        seed: seed of the drawing.
-    """
+    """How the embedded `connect` is drawn, see `embedded.connect`; lengths are measured between centres of the round pen."""
 
     CLASSES: ClassVar[tuple[str, ...]] = ("apart", "joined")
 
-    image_size: int = bounded(ge=64)
-    train_pairs: int = bounded(ge=1)
+    image_size: int = bounded(ge=64)  # side of the images in pixels, a multiple of the models' patch of 16
+    train_pairs: int = bounded(ge=1)  # number of pairs, half the number of images
     val_pairs: int = bounded(ge=1)
-    dashes: tuple[int, ...] = bounded(ge=1)
-    dash_px: int = bounded(10, ge=1)
-    gap_px: int = bounded(4, ge=2)
+    dashes: tuple[int, ...] = bounded(ge=1)  # [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them
+    dash_px: int = bounded(10, ge=1)  # length along a curve
+    gap_px: int = bounded(4, ge=2)  # between two dashes
     thickness_px: float = bounded(2.0, ge=1)
-    curvature: float = bounded(0.05, ge=0)
-    clearance_px: float = bounded(7.0, gt=0)
-    marker_px: float = bounded(6.0, ge=3)
-    distractors: int = bounded(0, ge=0)
-    tilt_degrees: float = bounded(45.0, ge=0, le=45)
+    curvature: float = bounded(0.05, ge=0)  # the largest, in 1/pixel
+    clearance_px: float = bounded(7.0, gt=0)  # least distance between the centre lines of two curves, and between far parts of one
+    marker_px: float = bounded(6.0, ge=3)  # diameter of the markers
+    distractors: int = bounded(0, ge=0)  # number of further pairs of curves, without markers and with the fewest dashes
+    tilt_degrees: float = bounded(45.0, ge=0, le=45)  # how far arms may be turned from the image's diagonals; 45 allows every angle
     seed: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
         if self.image_size % 16:
             raise ValueError(f"image_size: expected a multiple of 16, got {self.image_size}")
-        if len(self.dashes) != 2 or self.dashes[0] > self.dashes[1]:
-            raise ValueError(f"dashes: expected [fewest, most], got {list(self.dashes)}")
+        _check_pair("dashes", self.dashes, "[fewest, most]")
         if self.gap_px < self.thickness_px + 1:
             raise ValueError(f"gap_px: dashes touch, expected at least thickness_px + 1 = {self.thickness_px + 1:g}, got {self.gap_px}")
         if not self.marker_px + 1 <= self.clearance_px <= 0.8 * self.bend_radius_px:
@@ -161,27 +128,19 @@ class ConnectSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DetectionTransformSettings:
-    """The size of a detector's input, and its random changes in training.
+    """The size of a detector's input, and its random changes in training."""
 
-    Args:
-        min_size: short sides in pixels; training draws one for each image, evaluation takes the last.
-        max_size: upper bound of the long side in pixels; it wins over `min_size`, and the ratio of the sides is kept.
-        hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
-        crop_min_size: if given, half of the training images are first resized to one of these short sides, and then cropped.
-        crop_size: [smallest, largest] side of such a crop in pixels; height and width are drawn independently.
-    """
-
-    min_size: tuple[int, ...] = bounded((800,), ge=1)
-    max_size: int = bounded(1333, ge=1)
-    hflip: float = bounded(0.5, ge=0, le=1)
+    min_size: tuple[int, ...] = bounded((800,), ge=1)  # short sides in pixels; training draws one per image, evaluation takes the last
+    max_size: int = bounded(1333, ge=1)  # bound of the long side in pixels; it wins over `min_size`, and the ratio of sides is kept
+    hflip: float = bounded(0.5, ge=0, le=1)  # probability of a horizontal flip; 0 where left and right differ, as for digits
+    # if given, half of the training images are first resized to one of these short sides, and then cropped
     crop_min_size: tuple[int, ...] = bounded((), ge=1)
-    crop_size: tuple[int, ...] = bounded((384, 600), ge=1)
+    crop_size: tuple[int, ...] = bounded((384, 600), ge=1)  # [smallest, largest] side in pixels; height and width are drawn apart
 
     def __post_init__(self) -> None:
         if not self.min_size or max(self.min_size) > self.max_size:
             raise ValueError(f"min_size: expected short sides of at most max_size = {self.max_size}, got {list(self.min_size)}")
-        if len(self.crop_size) != 2 or self.crop_size[0] > self.crop_size[1]:
-            raise ValueError(f"crop_size: expected [smallest, largest], got {list(self.crop_size)}")
+        _check_pair("crop_size", self.crop_size, "[smallest, largest]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

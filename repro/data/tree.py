@@ -1,24 +1,38 @@
-"""Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`; or archives, see `shards`."""
+"""Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`.
 
+A split may also be tar archives, for storage that hates small files: root/{train,val}/*.tar. The class of an image then comes from the
+first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted wnids of ImageNet-1K (WebDataset
+shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the archives in ILSVRC2012_img_train.tar are called).
+Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as its files would,
+and continues at the same batch; a shuffle buffer allows neither.
+"""
+
+import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Sequence
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..core.errors import UserError
+from ..core.record import atomic
 from .findings import RAISE_FIRST, Report, count
-from .kinds import KINDS, Kind
+from .kinds import KINDS, Kind, list_wnids
 from .manifest import Folder, record_files
 from .settings import SPLITS
-from .shards import Archives, is_sharded, list_shards
 
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 # where the archive of Kaggle and the usual scripts put train/ and val/
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
+# the listing of archives is kept beside them: to read 1.28 million headers takes minutes
+_INDEX = ".shards.npz"
+Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
 
 
 class Source(NamedTuple):
@@ -36,22 +50,25 @@ class Source(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Archives:
+    """Where the images of an archived split lie."""
+
+    files: np.ndarray  # (S,) bytes; file names of the archives
+    number: np.ndarray  # (N,) int64; the archive of each image, a place in `files`
+    offsets: np.ndarray  # (N,) int64; where its bytes begin there
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     """The files of one split, ordered by class and then by name.
 
     They are arrays because 1.28 million Python strings would be copied into every worker process page by page.
-
-    Args:
-        names: (N,) bytes; file names within their class folder.
-        sizes: (N,) int64; bytes.
-        targets: (N,) int64; class indices.
-        archives: where the images lie, if not in class folders.
     """
 
-    names: np.ndarray
-    sizes: np.ndarray
-    targets: np.ndarray
-    archives: Archives | None = None
+    names: np.ndarray  # (N,) bytes; file names within their class folder
+    sizes: np.ndarray  # (N,) int64; bytes
+    targets: np.ndarray  # (N,) int64; class indices
+    archives: Archives | None = None  # where the images lie, if not in class folders
 
     def take(self, chosen: np.ndarray) -> "Split":
         """The images of these ascending indices (n,)."""
@@ -63,19 +80,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A scanned root. A class's index is its place in the sorted folder names.
+    """A scanned root. A class's index is its place in the sorted folder names."""
 
-    Args:
-        root: the folder that holds train and val.
-        classes: sorted names of the class folders, the same in both splits.
-        splits: `train` and `val`.
-        upright: whether images are turned as their EXIF data say, see `Kind.upright`.
-    """
-
-    root: Path
-    classes: tuple[str, ...]
+    root: Path  # holds train and val
+    classes: tuple[str, ...]  # sorted names of the class folders, the same in both splits
     splits: dict[str, Split]
-    upright: bool = False
+    upright: bool = False  # whether images are turned as their EXIF data say, see `Kind.upright`
 
     def path(self, split: str, index: int) -> Path:
         """The file of one sample; for one in an archive, the archive's path followed by the name in it."""
@@ -88,11 +98,11 @@ class Tree:
         files, folder = self.splits[split], os.path.join(self.root, split)
         if files.archives is None:
             return Source(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
-        archive = os.path.join(folder, files.archives.file(index))
-        return Source(archive, int(files.archives.offsets[index]), int(files.sizes[index]))
+        archive = os.fsdecode(files.archives.files[files.archives.number[index]])
+        return Source(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
     def list_folders(self, split: str) -> list[Folder]:
-        """What a split holds, one record per class; an archived split has the same records as its folders would have."""
+        """What a split holds, by class; an archived split has the same records as its folders would have."""
         files = self.splits[split]
         ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
         listed = []
@@ -103,30 +113,21 @@ class Tree:
 
 
 class Entries(NamedTuple):
-    """What lies directly in a folder, each sorted by name, without hidden entries.
+    """What lies directly in a folder, each sorted by name, without hidden entries."""
 
-    Args:
-        images: (name, bytes).
-        folders: names.
-        others: names of the other files.
-    """
-
-    images: list[tuple[bytes, int]]
+    images: list[tuple[bytes, int]]  # name, bytes
     folders: list[str]
-    others: list[str]
+    others: list[str]  # the other files
 
 
 def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
-    """Read the names and sizes of all images below `root`.
+    """Read the names and sizes of all images below `root`, which holds train/<class>/ and val/<class>/.
 
     Args:
-        root: the folder that holds train/<class>/ and val/<class>/.
-        kind: the data set's kind.
+        root, kind: where the data set lies, and a row of `KINDS`.
         report: takes what is wrong: root or split missing, images outside of class folders, empty class folders, classes that the
-            kind does not have or that only one split has; warnings for files that nothing reads.
-
-    Returns:
-        The tree. Where the report lets the scan continue after an error, a split that cannot be read is left out.
+            kind does not have or that only one split has; warnings for files that nothing reads. Where it lets the scan continue after
+            an error, a split that cannot be read is left out.
 
     Raises:
         UserError: an error, if the report raises it; a folder that cannot be listed.
@@ -141,7 +142,10 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
             found[split] = read
             _check_names(root / split, read[0], row, report)
     if len(found) == 2:
-        _check_same_classes(root, found["train"][0], found["val"][0], report)
+        train, val = (set(names) for names, _ in found.values())
+        single = [(root / "train" / name, f"class {name!r} is in train but not in val") for name in sorted(train - val)]
+        single += [(root / "val" / name, f"class {name!r} is in val but not in train") for name in sorted(val - train)]
+        report.errors(single, "both splits need the same classes")
     classes = sorted({name for names, _ in found.values() for name in names})
     place_of = {name: place for place, name in enumerate(classes)}
     splits = {}
@@ -152,11 +156,7 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
 
 
 def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
-    """List a folder. A link that leads nowhere is an error of the report, and is left out.
-
-    Raises:
-        UserError: an error, if the report raises it; the folder cannot be read.
-    """
+    """List a folder; raises UserError where it cannot be read. A link that leads nowhere is an error of the report, and left out."""
     images, folders, others = [], [], []
     try:
         with os.scandir(folder) as entries:
@@ -178,15 +178,9 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
 
 
 def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
-    """File name -> bytes of the images in a folder that must hold some.
+    """File name -> bytes of the images in a folder that must hold some; None where there is no such folder.
 
-    Args:
-        folder: the folder.
-        report: takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
-        advice: what to do about it.
-
-    Returns:
-        The images; None where there is no such folder.
+    The report takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
     """
     if not folder.is_dir():
         report.error(folder, "no such folder", advice)
@@ -196,11 +190,15 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
         report.error(folder, f"holds no image but the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
     elif not entries.images:
         report.error(folder, "holds no image", advice)
-    if entries.others:
-        report.warning(folder, f"holds {count(len(entries.others), 'other file')} ({show_few(entries.others)})", "nothing reads them")
+    _warn_of_others(folder, entries.others, report)
     sizes = {os.fsdecode(name): size for name, size in entries.images}
     report.errors([(folder / name, "is empty") for name, size in sizes.items() if not size], advice)
     return sizes
+
+
+def _warn_of_others(folder: Path, others: Sequence[str], report: Report) -> None:
+    if others:
+        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
 
 
 def show_few(names: Sequence[str]) -> str:
@@ -215,31 +213,22 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
         inside = next((place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in SPLITS)), None)
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
-    if is_sharded(folder):
-        if (listed := list_shards(folder, EXTENSIONS, report)) is None:
-            return None
-        arrays, archives = listed
-        report.ok(folder, count(len(archives.files), "archive"))
-        return tuple(os.fsdecode(name) for name in arrays.pop("classes").tolist()), Split(**arrays, archives=archives)
+    if any(folder.glob("*.tar")) and not any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")):
+        return _read_archives(folder, report)
     entries = list_entries(folder, report)
     if entries.images:
         report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)
     elif not entries.folders:
         report.error(folder, "holds no class folders", _advise_layout(kind))
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
-        report.warning(
-            folder,
-            f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})",
-            "unpack what is missing, remove the rest",
-        )
+        problem = f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})"
+        report.warning(folder, problem, "unpack what is missing, remove the rest")
     return (tuple(entries.folders), _read_folders(folder, entries, report)) if entries.folders else None
 
 
 def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
     """The files of class folders."""
-    names: list[bytes] = []
-    sizes: list[int] = []
-    counts, empty, too_deep = [], [], []
+    names, sizes, counts, empty, too_deep = [], [], [], [], []
     others = [name for name in entries.others if not name.lower().endswith(_ARCHIVES)]
     for name in report.track(entries.folders, f"listing {folder.name}/"):
         found = list_entries(folder / name, report)
@@ -253,10 +242,95 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
             empty.append((folder / name, f"holds no image ({', '.join(EXTENSIONS)})"))
     report.errors(too_deep, "move the images up, directly into the class folder")
     report.errors(empty, "fill this class folder, or remove it from train and val")
-    if others:
-        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
+    _warn_of_others(folder, others, report)
     targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
+
+
+def _read_archives(folder: Path, report: Report) -> tuple[tuple[str, ...], Split] | None:
+    """The sorted classes and the files of a split of archives; None where there is no image.
+
+    A listing without errors is kept in `.shards.npz` in that folder, where it can be written.
+    """
+    archives = sorted(folder.glob("*.tar"))
+    stamp = np.array([(path.stat().st_size, path.stat().st_mtime_ns) for path in archives], dtype=np.int64)
+    files = np.array([os.fsencode(path.name) for path in archives], dtype=np.bytes_)
+    kept = _load(folder / _INDEX, files, stamp)
+    if kept is None:
+        errors_before = report.num_errors
+        rows = _list_rows(archives, report)
+        if not rows:
+            report.error(folder, f"its archives hold no image ({', '.join(EXTENSIONS)})", "pack the images into them")
+            return None
+        labels, names, *numbers = zip(*rows)
+        classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, as the rows are
+        kept = {
+            "classes": np.array([os.fsencode(name) for name in classes], dtype=np.bytes_),
+            "names": np.array(names, dtype=np.bytes_),
+            "targets": np.array([classes[name] for name in labels], dtype=np.int64),
+            **{key: np.array(column, dtype=np.int64) for key, column in zip(("sizes", "number", "offsets"), numbers)},
+        }
+        if report.num_errors == errors_before:
+            # a read-only data set is listed again next time
+            with contextlib.suppress(OSError), atomic(folder / _INDEX) as temporary, open(temporary, "wb") as stream:
+                np.savez(stream, files=files, stamp=stamp, **kept)
+    report.ok(folder, count(len(files), "archive"))
+    where = Archives(files, kept["number"], kept["offsets"])
+    return tuple(map(os.fsdecode, kept["classes"].tolist())), Split(kept["names"], kept["sizes"], kept["targets"], where)
+
+
+def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndarray] | None:
+    """An earlier listing of the same archives; None where there is none."""
+    try:
+        with np.load(path) as found:
+            kept = dict(found)
+        same = np.array_equal(kept.pop("files"), files) and np.array_equal(kept.pop("stamp"), stamp)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return kept if same else None
+
+
+def _list_rows(archives: list[Path], report: Report) -> list[Row]:
+    """A sorted row for each image."""
+    rows: list[Row] = []
+    for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
+        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, report)]
+    rows.sort()
+    twice = [
+        (archives[place].parent, f"image {os.fsdecode(file)} of class {name} is there twice")
+        for (name, file, *_), (next_name, next_file, _, place, _) in itertools.pairwise(rows)
+        if (name, file) == (next_name, next_file)
+    ]
+    report.errors(twice, "remove one archive or image")
+    return rows
+
+
+def _list_members(path: Path, report: Report) -> Iterator[tuple[str, bytes, int, int]]:
+    """(class, file name, bytes, first byte) of each image of an archive."""
+    images: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, str] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
+            for member in archive:
+                key, extension = os.path.splitext(member.name)
+                if member.isfile() and extension.lower() in EXTENSIONS:
+                    images[key] = member
+                elif member.isfile() and extension == ".cls":
+                    text = archive.extractfile(member).read()
+                    if text.strip().isdigit() and int(text) < len(list_wnids()):
+                        labels[key] = list_wnids()[int(text)]
+                    else:
+                        problem = f"{member.name} holds {text[:20]!r}, expected a class index from 0 to {len(list_wnids()) - 1}"
+                        report.error(path, problem, "pack it again, with indices among the sorted wnids")
+    except (tarfile.TarError, OSError) as error:
+        report.error(path, f"not a readable tar archive ({error})", "get it again")
+    end = path.stat().st_size
+    for key, member in images.items():
+        if member.offset_data + member.size > end:
+            report.error(path, f"cut short within {member.name}", "get it again")
+            continue
+        folder, file = os.path.split(member.name)
+        yield labels.get(key) or os.path.basename(folder) or path.stem, os.fsencode(file), member.size, member.offset_data
 
 
 def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Report) -> None:
@@ -266,15 +340,6 @@ def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Repor
     known = kind.class_names()
     strangers = [(folder / name, f"is not a class of {kind.name}") for name in sorted(set(classes) - set(known))]
     report.errors(strangers, f"class folders are named like {known[0]}; rename or remove it, or take kind folder for classes of your own")
-
-
-def _check_same_classes(root: Path, train: Sequence[str], val: Sequence[str], report: Report) -> None:
-    single = [
-        (root / there / name, f"class {name!r} is in {there} but not in {missing}")
-        for there, missing, names in (("train", "val", set(train) - set(val)), ("val", "train", set(val) - set(train)))
-        for name in sorted(names)
-    ]
-    report.errors(single, "both splits need the same classes")
 
 
 def _advise_layout(kind: Kind) -> str:

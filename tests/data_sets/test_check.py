@@ -17,8 +17,7 @@ from repro.core.config import build
 from repro.core.errors import RunError, UserError
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
-from repro.data.check.run import run_check
-from repro.data.check.sample import Depth, draw_sample, run_parallel
+from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
 from repro.data.check.speed import TRANSFORM, Speed, measure_speed
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits

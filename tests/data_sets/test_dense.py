@@ -14,7 +14,7 @@ from repro.core.record import read_json
 from repro.core.runtime import Runtime
 from repro.data.cells import DataCell, open_cell
 from repro.data.check.dense import CocoCounts, check_ade20k, check_coco, check_scenes
-from repro.data.check.sample import Depth
+from repro.data.check.run import Depth
 from repro.data.coco import read_instances
 from repro.data.embedded.scenes import CATEGORY_IDS, write_scenes
 from repro.data.findings import PrintAll

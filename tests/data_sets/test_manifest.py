@@ -9,8 +9,8 @@ from PIL import Image
 from repro.core.errors import UserError
 from repro.data.cells import DataCell
 from repro.data.embedded.digits import write_digits
-from repro.data.manifest import Manifest, check_expected, read_manifest, write_manifest
-from repro.data.prepare import scan_manifest
+from repro.data.manifest import Manifest, read_manifest, write_manifest
+from repro.data.prepare import check_expected, scan_manifest
 from repro.data.settings import DigitsSettings, ExpectedCounts
 from repro.data.tree import scan_tree
 

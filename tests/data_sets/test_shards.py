@@ -12,7 +12,7 @@ from timm.data import ImageNetInfo
 
 from repro.core.errors import UserError
 from repro.data.check.folders import check_imagenet
-from repro.data.check.sample import Depth
+from repro.data.check.run import Depth
 from repro.data.classification import ImageFolder, train_transform
 from repro.data.findings import PrintAll
 from repro.data.loader import TrainLoader

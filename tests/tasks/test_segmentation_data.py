@@ -8,8 +8,7 @@ from PIL import Image
 from repro.core.errors import UserError
 from repro.data.ade20k import AdePairs
 from repro.data.classification import ToInput
-from repro.data.loader import EvalLoader, TrainLoader
-from repro.data.randomness import own_randomness
+from repro.data.loader import EvalLoader, TrainLoader, own_randomness
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation, resize
 from repro.tasks.segmentation.params import SegmentationTransformSettings
 from tests.tasks.segmentation_lab import write_tree

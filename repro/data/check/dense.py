@@ -13,24 +13,18 @@ from ..kinds import KINDS
 from ..pixels import read_labels
 from ..settings import SPLITS, ExpectedCounts
 from ..tree import list_entries
-from .sample import Depth, describe_sample, draw_sample, run_parallel
+from .run import Depth, describe_sample, draw_sample, run_parallel
 
 _SHIFTED = "labels were already shifted down by one (0 to 255), which training does by itself"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CocoCounts:
-    """What a complete COCO holds; keys of the mappings are the splits.
-
-    Args:
-        images, instances: their number.
-        empty_boxes: number of boxes without width or height that the original is known to have.
-        category_ids: all of them, with gaps.
-    """
+    """What a complete COCO holds: numbers by split, and the ids of its categories, with gaps."""
 
     images: Mapping[str, int]
     instances: Mapping[str, int]
-    empty_boxes: Mapping[str, int]
+    empty_boxes: Mapping[str, int]  # boxes without width or height that the original is known to have
     category_ids: frozenset[int]
 
 
@@ -46,17 +40,9 @@ ADE20K = KINDS["ade20k"].official[1]
 def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts | None = COCO_2017) -> None:
     """Check images, annotations, and that they belong together; categories and boxes of every annotation.
 
-    Args:
-        root: the folder that holds train2017, val2017 and annotations.
-        report: takes the findings.
-        depth: how many images are decoded.
-        expected: the counts of a complete set; None where they are a setting.
-
-    Raises:
-        UserError: a folder that cannot be listed. RunError: a decoding process died.
+    Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting.
     """
-    read = {split: read_instances(root, split, report) for split in SPLITS}
-    found = {split: instances for split, instances in read.items() if instances is not None}
+    found = {split: instances for split in SPLITS if (instances := read_instances(root, split, report)) is not None}
     for split, instances in found.items():
         _compare_with_release(instances, split, report, expected)
     picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)
@@ -72,14 +58,7 @@ def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts
 def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts | None = ADE20K) -> None:
     """Check the release, the pairs of image and label map, and the label maps themselves.
 
-    Args:
-        root: ADEChallengeData2016, or the folder that holds it.
-        report: takes the findings.
-        depth: how many pairs are decoded.
-        expected: the counts of a complete set; None where they are a setting.
-
-    Raises:
-        UserError: a folder that cannot be listed. RunError: a decoding process died.
+    Arguments and errors are those of `check_coco`; `root` is ADEChallengeData2016, or the folder that holds it.
     """
     base = find_base(root)
     if evidence := _find_other_release(base, report):

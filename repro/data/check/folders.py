@@ -1,6 +1,5 @@
 """The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of one's own pictures."""
 
-import functools
 import json
 import os
 import pkgutil
@@ -13,16 +12,15 @@ import numpy as np
 
 from ..classification import read_rgb
 from ..findings import Report, compare_counts, count
-from ..kinds import GROUND_TRUTH, IMAGENET_1K, list_wnids
+from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
 from ..pixels import explain_error
-from ..settings import ConnectSettings, DigitsSettings, ExpectedCounts
+from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
-from .sample import Depth, describe_sample, draw_sample, run_parallel
+from .run import Depth, describe_sample, draw_sample, run_parallel
 
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _TRAIN_NAME = re.compile(r"(n\d{8})_")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
-_UNPACK_AGAIN = "get it again: unpack its archive anew"
 _WRITE_AGAIN = "remove the folder and run `repro prepare-data`, which writes it anew"
 # Beyer et al. 2020 relabelled the validation images; about nine tenths of the original labels are among the new ones.
 # Folders that were filled by a wrong map agree in about one image of a thousand.
@@ -32,11 +30,7 @@ _AGREEMENT = 0.75
 def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = IMAGENET_1K) -> None:
     """Check layout, class folders, class mapping, counts and files of ImageNet-1K.
 
-    Args:
-        root: the folder that holds train and val.
-        report: takes the findings.
-        depth: how many images are decoded.
-        expected: the counts of a complete set.
+    The report takes the findings, `depth` says how many images are decoded, and `expected` has the counts of a complete set.
 
     Raises:
         UserError: a folder that cannot be listed. RunError: a decoding process died.
@@ -52,12 +46,12 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         _check_train_names(tree, report)
     if "val" in tree.splits:
         _check_val_mapping(tree, report)
-    _check_files(tree, report, depth, _UNPACK_AGAIN)
+    _check_files(tree, report, depth, "get it again: unpack its archive anew")
 
 
 def check_digits(root: Path, report: Report, depth: Depth) -> None:
     """Check the embedded digits; arguments and errors as `check_imagenet`. The split is a setting, the number of all images is not."""
-    tree = _check_classes(root, "digits", DigitsSettings.CLASSES, report)
+    tree = _check_classes(root, "digits", report)
     if len(tree.splits) == 2:
         found = sum(len(files.names) for files in tree.splits.values())
         compare_counts(report, root, "images in train/ and val/ together", found, DIGITS_IMAGES, _WRITE_AGAIN)
@@ -66,7 +60,7 @@ def check_digits(root: Path, report: Report, depth: Depth) -> None:
 
 def check_connect(root: Path, report: Report, depth: Depth) -> None:
     """Check the embedded connectivity task; arguments and errors as `check_imagenet`. Counts are settings, but pairs must be whole."""
-    tree = _check_classes(root, "connect", ConnectSettings.CLASSES, report)
+    tree = _check_classes(root, "connect", report)
     for split, files in tree.splits.items():
         names, counts = np.unique(files.names, return_counts=True)
         report.ok(root / split, count(int((counts == 2).sum()), "pair"))
@@ -77,15 +71,14 @@ def check_connect(root: Path, report: Report, depth: Depth) -> None:
 
 def check_folder(root: Path, report: Report, depth: Depth) -> None:
     """Check a folder of one's own pictures; arguments and errors as `check_imagenet`. Nothing is known about its counts."""
-    tree = _check_classes(root, "folder", None, report)
-    _check_files(tree, report, depth, "replace the file or remove it")
+    _check_files(_check_classes(root, "folder", report), report, depth, "replace the file or remove it")
 
 
-def _check_classes(root: Path, kind: str, classes: tuple[str, ...] | None, report: Report) -> Tree:
-    tree = scan_tree(root, kind, report)
+def _check_classes(root: Path, kind: str, report: Report) -> Tree:
+    tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
+    expected = len(class_names()) if class_names else None
     for split, files in tree.splits.items():
-        found = len(np.unique(files.targets))
-        compare_counts(report, root / split, "classes", found, len(classes) if classes else None, _WRITE_AGAIN)
+        compare_counts(report, root / split, "classes", len(np.unique(files.targets)), expected, _WRITE_AGAIN)
         report.ok(root / split, count(len(files.names), "image"))
     return tree
 
@@ -112,7 +105,9 @@ def _check_train_names(tree: Tree, report: Report) -> None:
 
 def _check_val_mapping(tree: Tree, report: Report) -> None:
     """Compare the folders of the validation images with the ReaL labels, which timm carries."""
-    place, real = tree.root / "val", _load_real_labels()
+    place = tree.root / "val"
+    # class indices of the validation images, by number
+    real: list[list[int]] = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     index = {wnid: number for number, wnid in enumerate(list_wnids())}
     agree = judged = 0
     for name, wnid in _list_names(tree, "val"):
@@ -135,12 +130,6 @@ def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
     files = tree.splits[split]
     for name, target in zip(files.names.tolist(), files.targets.tolist()):
         yield os.fsdecode(name), tree.classes[target]
-
-
-@functools.cache
-def _load_real_labels() -> list[list[int]]:
-    """ReaL class indices of the validation images, by number."""
-    return json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
 
 
 def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:

@@ -1,24 +1,40 @@
-"""Running the check of a kind, with or without the loader's speed."""
+"""Running the check of a kind: the sample of images that it decodes, the processes that decode it, and the loader's speed."""
 
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ...core.errors import RunError, UserError, did_you_mean
+from ...core.ui import track
 from ..findings import PrintAll, count
 from ..kinds import KINDS, load_function
-from .sample import Depth
+
+_CHUNK = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Depth:
+    """How many images are decoded, and how. What a directory listing or the annotations say is always checked in full."""
+
+    full: bool = False  # decode every file
+    sample: int = 2000  # otherwise the number of images to decode, half of them from each split
+    seed: int = 0  # of the sample
+    workers: int = 1  # processes that decode; 1 decodes in this one
 
 
 def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit: Callable[[str], None] = print) -> None:
-    """Check a data set, and with `speed` time the training loader on it. Nothing is written.
-
-    Args:
-        kind: a row of `KINDS`.
-        root: the folder that holds the data set.
-        depth: how many images are decoded, and by how many processes.
-        speed: whether to time the loader, too.
-        emit: takes the lines.
+    """Check a data set, and with `speed` time the training loader on it. Nothing is written; `emit` takes the lines.
 
     Raises:
         UserError: an unknown kind, no such root, or `speed` of a data set without class folders.
@@ -33,20 +49,64 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         problem = "is not a folder" if root.exists() else "no such folder"
         raise UserError(f"{root}: {problem}; give the folder that holds {row.layout} (docs/data.md)")
     load_function(row.check)(root, report, depth)
-    warned = count(report.num_warnings, "warning")
     if speed:
-        _emit_speed(kind, root, depth.workers, emit)
+        from .speed import measure_speed
+
+        try:
+            for line in measure_speed(root, kind, depth.workers, log=lambda line: print(line, file=sys.stderr, flush=True)).lines():
+                emit(line)
+        except UserError as error:
+            emit(f"speed    not measured: {error}")
+    warned = count(report.num_warnings, "warning")
     if report.num_errors:
         errors = count(report.num_errors, "error")
         raise RunError(f"data check {kind}: {errors}, {warned} in {root}; the lines above say what to do")
     emit(f"{kind} at {root}: no errors, {warned}")
 
 
-def _emit_speed(kind: str, root: Path, workers: int, emit: Callable[[str], None]) -> None:
-    from .speed import measure_speed
+def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
+    """Of `sizes`, split -> number of files, the sorted indices to decode: an equal share of the sample for each split, or more where
+    another has too few."""
+    chosen, left = {}, depth.sample
+    for place, split in enumerate(sorted(sizes, key=lambda split: (sizes[split], split))):
+        share = sizes[split] if depth.full else min(sizes[split], left // (len(sizes) - place))
+        rng = np.random.Generator(np.random.PCG64((depth.seed, place)))
+        chosen[split] = np.sort(rng.permutation(sizes[split])[:share]).tolist()
+        left -= share
+    return {split: chosen[split] for split in sizes}
 
-    try:
-        for line in measure_speed(root, kind, workers, log=lambda line: print(line, file=sys.stderr, flush=True)).lines():
-            emit(line)
-    except UserError as error:
-        emit(f"speed    not measured: {error}")
+
+def describe_sample(chosen: int, total: int, depth: Depth) -> str:
+    """`all 50,000`, or `1,000 of 50,000` and how to check the rest."""
+    return f"all {total:,}" if chosen == total else f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
+
+
+def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: int, label: str) -> Iterator[Any]:
+    """`function` of each item, in order, with progress; raises RunError where a worker process died.
+
+    The function is one of a module, which worker processes can import, and returns what is wrong instead of raising. With one worker
+    this process calls it.
+    """
+    with contextlib.ExitStack() as stack:
+        results: Iterator[Any] = map(function, items)
+        if workers > 1 and len(items) > _CHUNK:
+            pool = ProcessPoolExecutor(workers, initializer=_start_worker)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            # this forks all workers before the bar starts a thread, whose locks they could inherit
+            results = pool.map(function, items, chunksize=_CHUNK)
+        try:
+            yield from track(results, label, len(items))
+        except BrokenProcessPool:
+            raise RunError(f"{label}: a process died, most likely for lack of memory; lower --workers") from None
+
+
+def _start_worker() -> None:
+    # Ctrl-C reaches the whole process group; the main process ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """End this worker when the main process was killed; otherwise it would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,5 +1,6 @@
 """The speed of the training loader beside a bare loop of decoding and transforming: the difference is the loader's own cost."""
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -25,32 +26,26 @@ _SEED = 0
 class Speed:
     """Images per second over all processes, one number for each round.
 
-    Args:
-        workers: number of processes in both measurements.
-        images: number of images that were timed in a round, after a warm-up.
-        loader_img_per_s: speed of `TrainLoader`: order, decoding, transform, batching, transfer to the main process.
-        bare_img_per_s: speed of `workers` processes at once that only decode and transform the same files.
+    The loader's share is order, decoding, transform, batching, and transfer to the main process; in the bare loop as many processes
+    only decode and transform the same files.
     """
 
-    workers: int
-    images: int
+    workers: int  # processes in both measurements
+    images: int  # that were timed in a round, after a warm-up
     loader_img_per_s: tuple[float, ...]
     bare_img_per_s: tuple[float, ...]
 
-    @property
-    def overhead_percent(self) -> float:
-        """By how much the loader's median is below that of the bare loop; a negative value is noise."""
-        return 100 * (1 - statistics.median(self.loader_img_per_s) / statistics.median(self.bare_img_per_s))
-
     def lines(self) -> list[str]:
         """The measurement, as lines to print."""
+        # by how much the loader's median is below that of the bare loop; a negative value is noise
+        overhead_percent = 100 * (1 - statistics.median(self.loader_img_per_s) / statistics.median(self.bare_img_per_s))
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
         rounds = f"median (range) of {len(self.bare_img_per_s)} rounds of {self.images} images, all files cached"
         return [
             f"speed at {TRANSFORM.image_size}², {TRANSFORM.auto_augment}, {workers}; {rounds}",
             f"  loader     {self._rate(self.loader_img_per_s)}",
             f"  bare loop  {self._rate(self.bare_img_per_s)}, only decoding and transform",
-            f"  overhead   {self.overhead_percent:.1f} %",
+            f"  overhead   {overhead_percent:.1f} %",
         ]
 
     def _rate(self, rounds: tuple[float, ...]) -> str:
@@ -62,13 +57,10 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
     """Time the loader and the bare loop in turns, on the training images of a tree.
 
     Args:
-        root: the folder that holds train and val.
-        kind: the data set's kind.
+        root, kind: the folder that holds train and val, and the data set's kind.
         workers: number of processes of each; at least 1.
-        batches: number of batches of 64 images that a round times, after two per worker that it does not; rounded up to full turns of
-            the workers.
-        rounds: number of rounds, in which both take turns, so that other load on the machine affects both; the range of each shows
-            how much there was.
+        batches: of 64 images, which a round times after two per worker that it does not; rounded up to full turns of the workers.
+        rounds: how often both take turns, so that other load on the machine affects both; the range shows how much there was.
         log: takes progress lines.
 
     Raises:
@@ -81,9 +73,8 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
     # workers take turns batch by batch, so anything but full turns favours those that come first
     warm, timed = 2 * workers, max(-(-batches // workers), 4) * workers
     order = TrainOrder(size, batch_size, _SEED)
-    epochs = itertools.chain.from_iterable(order.batches(epoch, 0) for epoch in itertools.count())
-    keys = itertools.chain.from_iterable(itertools.islice(epochs, warm + timed))
-    sources = [tree.source("train", index) for _, index in keys]
+    batches_of_keys = (keys for epoch in itertools.count() for keys in order.batches(epoch, 0))
+    sources = [tree.source("train", index) for keys in itertools.islice(batches_of_keys, warm + timed) for _, index in keys]
     for source in sorted(set(sources)):
         source.read()  # neither measurement shall pay for the disk
     dataset = ImageFolder(tree, "train", train_transform(TRANSFORM), seed=_SEED)
@@ -101,8 +92,7 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
 
 def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int, timed: int) -> float:
     """The seconds that `timed` batches take, after `warm` batches that are not timed."""
-    loader = TrainLoader(dataset, batch_size=batch_size, seed=_SEED, workers=workers)
-    try:
+    with contextlib.closing(TrainLoader(dataset, batch_size=batch_size, seed=_SEED, workers=workers)) as loader:
         stream = (batch for epoch in itertools.count() for batch in loader.batches(epoch))
         for _ in range(warm):
             next(stream)
@@ -110,8 +100,6 @@ def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int,
         for _ in range(timed):
             next(stream)
         return time.perf_counter() - started
-    finally:
-        loader.close()
 
 
 def _run_bare_loop(sources: list[Source], upright: bool) -> float:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,11 @@ _MARKER = "generated.json"
 
 
 @contextlib.contextmanager
-def new_tree(root: Path, kind: str, settings: Any) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `root` on success; an earlier tree of this function is replaced.
+def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> Iterator[Path]:
+    """Yield a tree of empty `folders` that takes the place of `root` on success; an earlier tree of this function is replaced.
 
-    The folder lies beside `root` and is renamed at the end, so that an interrupted call leaves no half-written tree at `root`.
-
-    Args:
-        root: where the tree shall lie.
-        kind: the data set's kind, written to the tree's `generated.json`.
-        settings: a dataclass, written there too.
+    It lies beside `root` and is renamed at the end, so that an interrupted call leaves no half-written tree at `root`. Kind and
+    settings, a dataclass, are written to its `generated.json`.
 
     Raises:
         UserError: `root` holds something that this function did not write.
@@ -35,7 +31,8 @@ def new_tree(root: Path, kind: str, settings: Any) -> Iterator[Path]:
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.", suffix=".tmp") as temporary:
         tree = Path(temporary) / "new"
-        tree.mkdir()
+        for folder in folders:
+            (tree / folder).mkdir(parents=True)
         yield tree
         write_json(tree / _MARKER, {"kind": kind, **dataclasses.asdict(settings)})
         if root.exists():

@@ -31,15 +31,12 @@ _TRIES = 40  # how often the image is begun anew
 def write_connect(root: Path, settings: ConnectSettings) -> None:
     """Write `root/{train,val}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
 
-    Images of one name in the two class folders are a pair. The same settings give the same bytes.
-
-    Raises:
-        UserError: `root` holds something that this function did not write, or the curves do not fit into an image.
+    Images of one name in the two class folders are a pair. The same settings give the same bytes. Raises UserError as `new_tree`
+    does, or where the curves do not fit into an image.
     """
-    with new_tree(root, "connect", settings) as tree:
+    folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
+    with new_tree(root, "connect", settings, folders) as tree:
         for split in SPLITS:
-            for name in settings.CLASSES:
-                (tree / split / name).mkdir(parents=True)
             for number in track(range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"):
                 # one generator per pair, so that more pairs leave the first ones as they are
                 rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
@@ -49,11 +46,7 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
 
 
 def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
-    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`.
-
-    Raises:
-        UserError: the curves do not fit into an image.
-    """
+    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`; raises UserError where the curves do not fit into an image."""
     (arms, bends), *others = place_curves(rng, settings)
     shared = np.zeros((settings.image_size, settings.image_size))
     _draw(shared, arms, settings)
@@ -71,10 +64,7 @@ def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tu
     """Arms (4, P) and possible bends (4, Q) of each pair of curves, the pair with the markers first.
 
     They are points of the complex plane, x + iy in pixels, with two points per pixel of length. Arms run outwards, and bend k joins
-    arms k and k + 1.
-
-    Raises:
-        UserError: they do not fit into an image.
+    arms k and k + 1. Raises UserError where they do not fit into an image.
     """
     lengths = [rng.integers(*settings.dashes, endpoint=True), *[settings.dashes[0]] * settings.distractors]
     for _ in range(_TRIES):

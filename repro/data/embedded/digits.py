@@ -14,17 +14,13 @@ def write_digits(root: Path, settings: DigitsSettings) -> None:
     """Write `root/{train,val}/digit_<0-9>/scan_<number>.png`, replacing an earlier tree of this function.
 
     The scans are those of scikit-learn's `load_digits` (8x8 pixels, 17 grey levels), enlarged bicubically; the number in a file name
-    is the scan's place there. Each class is split on its own. The same settings give the same bytes.
-
-    Raises:
-        UserError: `root` holds something that this function did not write.
+    is the scan's place there. Each class is split on its own. The same settings give the same bytes. Raises UserError as
+    `new_tree` does.
     """
     scans, targets = load_scans()
     in_val = choose_val(targets, settings.val_fraction, settings.seed)
-    with new_tree(root, "digits", settings) as tree:
-        for split in SPLITS:
-            for name in settings.CLASSES:
-                (tree / split / name).mkdir(parents=True)
+    folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
+    with new_tree(root, "digits", settings, folders) as tree:
         for number, (scan, digit) in enumerate(track(list(zip(scans, targets)), f"writing {root.name}", unit="images")):
             large = Image.fromarray(scan).resize((settings.image_size, settings.image_size), Image.Resampling.BICUBIC)
             split = "val" if in_val[number] else "train"

@@ -45,19 +45,15 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """Write `root/coco` and `root/ade20k`, replacing an earlier tree of this function.
 
     Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them by hard links.
-    Train and val show different scans. The same settings give the same files.
-
-    Raises:
-        UserError: `root` holds something that this function did not write.
+    Train and val show different scans. The same settings give the same files. Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
     in_val = choose_val(targets, settings.val_fraction, settings.split_seed)
-    with new_tree(root, "scenes", settings) as tree:
-        (tree / "coco/annotations").mkdir(parents=True)
+    folders = [f"{part}/{ade}" for _, ade, _ in _FOLDERS.values() for part in ("ade20k/images", "ade20k/annotations")]
+    folders += ["coco/annotations", *(f"coco/{coco}" for coco, _, _ in _FOLDERS.values())]
+    with new_tree(root, "scenes", settings, folders) as tree:
         for split, (coco, ade, prefix) in _FOLDERS.items():
-            places = [tree / "coco" / coco, tree / "ade20k/images" / ade, tree / "ade20k/annotations" / ade]
-            for folder in places:
-                folder.mkdir(parents=True)
+            photos, copies, maps = tree / "coco" / coco, tree / "ade20k/images" / ade, tree / "ade20k/annotations" / ade
             members = np.flatnonzero(in_val == (split == "val"))
             images, annotations = [], []
             for number in track(range(getattr(settings, split)), f"drawing {root.name}, {split}", unit="images"):
@@ -67,9 +63,9 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 pixels, instances, labels = draw(rng, scans[members], targets[members], settings.image_size)
                 file, stem = f"{image_id:012d}.png", f"{prefix}_{number + 1:08d}"
                 # stored uncompressed, like those of `digits`
-                Image.fromarray(pixels).save(places[0] / file, compress_level=0)
-                _share(places[0] / file, places[1] / f"{stem}.png")
-                Image.fromarray(labels).save(places[2] / f"{stem}.png", compress_level=0)
+                Image.fromarray(pixels).save(photos / file, compress_level=0)
+                _share(photos / file, copies / f"{stem}.png")
+                Image.fromarray(labels).save(maps / f"{stem}.png", compress_level=0)
                 images.append({"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size})
                 # an image has at most eight, so that ids are unique over both splits
                 annotations += [_annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)]
@@ -91,13 +87,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
 def draw(
     rng: np.random.Generator, scans: np.ndarray, targets: np.ndarray, size: int
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]], np.ndarray]:
-    """One image of `size` x `size` pixels.
-
-    Args:
-        rng: decides everything that is random.
-        scans: (N, 8, 8) uint8, to choose from.
-        targets: (N,) the digits that they show.
-        size: side in pixels.
+    """One image of `size` x `size` pixels, with some of the `scans` (N, 8, 8), uint8, which show the digits `targets` (N,).
 
     Returns:
         The pixels (size, size), uint8; for each instance its digit and the mask of its visible part (size, size), bool; the label map

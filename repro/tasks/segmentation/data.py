@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, default_collate
 
 from ...core.errors import UserError
 from ...data.ade20k import AdePairs
-from ...data.randomness import own_randomness
+from ...data.loader import own_randomness
 from .openmmlab import Compose, Pad, PhotoMetricDistortion, RandomCrop, RandomFlip, RandomResize, Resize, ResizeToMultiple, cv2
 from .params import SegmentationTransformSettings
 
