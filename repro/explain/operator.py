@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.ttt_linear.reference import InnerLearning, ttt_linear_dual
+from kernels.ttt_linear.reference import InnerLearning
+
+from ..models.ttt_mixer import replay_inner_learning
 
 
 class Operands(NamedTuple):
@@ -56,19 +58,6 @@ class OverrideTTTLinear(TorchDispatchMode):
         return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
 
 
-def replay_inner_learning(operands: Operands) -> InnerLearning:
-    """The gradients (B,T,R,H,D) and losses (B,T,R,H) of the inner learners in a call, at the start states of the chunks.
-
-    They are computed by the reference implementation.
-    """
-    found = []
-    for r, reverse in enumerate(operands.reverse):
-        q, k, v = (x[:, :, r] for x in operands[:3])
-        options = {"chunk_size": operands.chunk_size, "reverse": reverse, "eps": operands.eps, "return_inner": True}
-        found.append(ttt_linear_dual(q, k, v, operands.lr, *(x[r] for x in operands[4:9]), **options)[1])
-    return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
-
-
 @torch.no_grad()
 def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
     """Run a model and reduce what the inner learners of each layer did.
@@ -88,7 +77,7 @@ def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, 
     layers: list[Tensor] = []
 
     def note(operands: Operands, run: Run) -> Tensor:
-        layers.append(reduce(operands, replay_inner_learning(operands)))
+        layers.append(reduce(operands, replay_inner_learning(*operands)))
         return run(operands)
 
     batches = []
