@@ -18,17 +18,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file
 from .published import Published, build_published, find_published, is_from_timm
 from .registry import build_model, family_module
-from .weights import (
-    adapt_to_size,
-    describe_misfits,
-    is_foreign,
-    load_official,
-    load_state,
-    read_metadata,
-    read_official,
-    read_state,
-    translate_official,
-)
+from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
 
 # options that depend on the data and the training and are not part of the architecture
 _OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate"}
@@ -53,13 +43,18 @@ class Checkpoint:
 
     name: str
     model: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] | None = None
     classes: tuple[str, ...] | None = None
     num_classes: int | None
     preprocessing: Mapping[str, Any]
-    path: Path | None
+    path: Path | None = None
     facts: Mapping[str, Any]
+
+    @property
+    def where(self) -> Path | str:
+        """How errors name the weights."""
+        return self.path or self.name
 
     @functools.cached_property
     def hash(self) -> str:
@@ -77,11 +72,7 @@ class Checkpoint:
         return {key: value for key, value in self.options.items() if key == "img_size"}
 
     def require_classifier(self) -> Self:
-        """The checkpoint itself.
-
-        Raises:
-            UserError: it holds a dense model.
-        """
+        """The checkpoint itself; a UserError if it holds a dense model."""
         if self.task is not None:
             raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
         return self
@@ -151,7 +142,8 @@ class OfficialFile(Checkpoint):
             raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
         try:
             model = build_model(self.model, img_size=image_size or self.image_size, num_classes=self.num_classes)
-            load_official(model, read_official(self.path))
+            state = adapt_to_size(model, self.read_state(), self.preprocessing["input_size"][-2:])
+            load_state(model, state, f"official weights do not fit {type(model).__name__} as built")
         except (ValueError, UserError) as error:
             raise UserError(f"{self.path}: {error}") from None
         return model.eval()
@@ -167,15 +159,13 @@ class TimmWeights(Checkpoint):
     published: Published
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        return self._build({"img_size": image_size or self.image_size}).eval()
+        size = image_size or self.image_size
+        return build_published(self.published, file=self.path, num_classes=self.num_classes, img_size=size).eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
         with torch.random.fork_rng(devices=[]):  # what is initialised after this does not depend on where the weights came from
-            return self._build(kept).state_dict()
-
-    def _build(self, options: Mapping[str, Any]) -> nn.Module:
-        return build_published(self.published, file=self.path, num_classes=self.num_classes, **options)
+            return build_published(self.published, file=self.path, num_classes=self.num_classes, **kept).state_dict()
 
 
 def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
@@ -231,7 +221,6 @@ def _open_official(path: Path, model: str) -> Checkpoint:
     return OfficialFile(
         name=model,
         model=model,
-        options={},
         num_classes=None if head is None else len(head),
         # the published evaluation of all these families: short side to 256 bicubically, the central 224, ImageNet's statistics
         preprocessing=dataclasses.asdict(config),
@@ -242,13 +231,11 @@ def _open_official(path: Path, model: str) -> Checkpoint:
 
 def _open_timm_file(path: Path, model: str) -> Checkpoint:
     published = find_published(model, required=False)
-    state, classifier = read_official(path), published.preprocessing["classifier"]
-    names = [classifier] if isinstance(classifier, str) else list(classifier or ())
-    heads = [state[f"{name}.weight"] for name in (*names, "head", "fc", "classifier") if f"{name}.weight" in state]
+    state, names = read_official(path), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
+    heads = [state[f"{name}.weight"] for name in names if f"{name}.weight" in state]
     return TimmWeights(
         name=model,
         model=published.model,
-        options={},
         num_classes=len(heads[0]) if heads else published.preprocessing["num_classes"],
         preprocessing=published.preprocessing,
         path=path,
@@ -265,10 +252,8 @@ def _open_published(published: Published) -> Checkpoint:
     return TimmWeights(
         name=published.record_name,
         model=published.model,
-        options={},
         num_classes=published.preprocessing["num_classes"],
         preprocessing=published.preprocessing,
-        path=None,
         facts=facts,
         published=published,
     )
@@ -284,7 +269,7 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
     Raises:
         UserError: naming the difference.
     """
-    where = checkpoint.require_classifier().path or checkpoint.name
+    where = checkpoint.require_classifier().where
     if checkpoint.model != name:
         raise UserError(f"{where}: holds weights of {checkpoint.model}, not of {name}")
     if isinstance(checkpoint, OwnFile):
@@ -318,21 +303,20 @@ def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """
     name, options = model.built_from
     require_same_architecture(checkpoint, name, options)
-    where = checkpoint.path or checkpoint.name
     state = checkpoint.read_state(options)
     height, width = checkpoint.preprocessing["input_size"][-2:]
     try:
         state = adapt_to_size(model, state, (height, width))
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    own, heads = model.state_dict(), ()
+        raise UserError(f"{checkpoint.where}: {error}") from None
+    heads = ()
     if checkpoint.num_classes != model.num_classes:
-        classifier = model.pretrained_cfg["classifier"]
-        heads = tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
-    used = {key: value for key, value in state.items() if not key.startswith(heads)}
-    problems = describe_misfits({key: value for key, value in own.items() if not key.startswith(heads)}, used)
-    if problems:
-        raise UserError(f"{where}: does not fit {name} as built with {options or 'no options'}: {problems}")
-    model.load_state_dict(own | used)
-    report = {key: "used" if key in used else "expected: not needed" for key in state}
-    return report | {key: "expected: new" for key in own if key not in used}
+        heads = tuple(f"{head}." for head in classifier_names(model.pretrained_cfg))
+
+    def of_the_head(key: str) -> bool:
+        return key.startswith(heads)
+
+    error = f"{checkpoint.where}: does not fit {name} as built with {options or 'no options'}"
+    report = load_state(model, state, error, not_needed=of_the_head, new=of_the_head)
+    # a head that both have is new
+    return report | {key: "expected: new" for key in model.state_dict() if report.get(key) != "used"}
