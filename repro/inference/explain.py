@@ -18,7 +18,7 @@ from ..explain import draw, erf, inner
 from ..explain.operator import OverrideTTTLinear
 from ..explain.probes import Probe
 from ..models.checkpoints import open_weights
-from .classifier import Classifier, load_classifier
+from .classifier import Classifier, load_classifier, require_same_classes
 
 BATCH_SIZE = 64
 Map = Literal["gmm", "erf", "reconstruction"]
@@ -119,10 +119,8 @@ def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: in
     Raises:
         UserError: an unknown probe, a model without an inner learner, or data with other classes than the model's.
     """
-    tree, classes = cell.open_tree(), classifier.checkpoint.classes
-    if classes is not None and classes != tuple(tree.classes):
-        where = classifier.checkpoint.path
-        raise UserError(f"{where}: was trained on other classes ({len(classes)}) than {cell.name} has ({len(tree.classes)})")
+    tree = cell.open_tree()
+    require_same_classes(classifier.checkpoint, tree.classes, cell.name)
     found, reported = run_probe(classifier, tree, name, workers)
     unchanged, _ = run_probe(classifier, tree, "steps=1", workers)
     before, after = unchanged["top1_percent"], found["top1_percent"]

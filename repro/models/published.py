@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import pickle
 from collections.abc import Iterator, Mapping
@@ -125,15 +126,22 @@ def build_published(published: Published, *, file: Path | None = None, **options
         except ValueError as error:
             raise UserError(" ".join(str(error).split())) from None
         except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:  # damaged, or with other keys
-            why = f"weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
-            if file:
-                raise UserError(f"{file}: {published.full_name}: {why}") from None
-            raise RunError(f"{published.full_name}: {why}") from None
+            why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
     model.built_from = published.model, options
     return model
 
 
-_hub_problem: dict[str, str | None] = {}  # endpoint -> why it cannot be reached; found out once per process
+@functools.cache
+def _find_hub_problem(endpoint: str) -> str | None:
+    """Why the hub cannot be reached, or None; found out once per process."""
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(endpoint, timeout=10)
+    except Exception as error:  # of whichever HTTP client this version of the hub's package uses
+        return f"{endpoint}: {error}"
+    return None
 
 
 @contextlib.contextmanager
@@ -143,25 +151,14 @@ def _only_cache_if_offline() -> Iterator[str | None]:
     Yields why the hub cannot be reached, or None.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
 
-    endpoint, before = constants.ENDPOINT, constants.HF_HUB_OFFLINE
-    if before:
-        _hub_problem[endpoint] = "HF_HUB_OFFLINE is set"
-    elif endpoint not in _hub_problem:
-        try:
-            get_session().head(endpoint, timeout=10)
-            _hub_problem[endpoint] = None
-        except Exception as error:  # of whichever HTTP client this version of the hub's package uses
-            _hub_problem[endpoint] = f"{endpoint}: {error}"
-    loggers = [logging.getLogger(name) for name in ("timm.models._builder", "timm.models._hub")]
-    levels = [logger.level for logger in loggers]
+    offline, logger = constants.HF_HUB_OFFLINE, logging.getLogger("timm.models")
+    problem = "HF_HUB_OFFLINE is set" if offline else _find_hub_problem(constants.ENDPOINT)
+    level = logger.level
     try:
-        constants.HF_HUB_OFFLINE = _hub_problem[endpoint] is not None
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield _hub_problem[endpoint]
+        constants.HF_HUB_OFFLINE = problem is not None
+        logger.setLevel(logging.CRITICAL)
+        yield problem
     finally:
-        constants.HF_HUB_OFFLINE = before
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        constants.HF_HUB_OFFLINE = offline
+        logger.setLevel(level)
