@@ -1,12 +1,64 @@
-"""The inner learner made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10) and the reconstruction loss (Fig. 11)."""
+"""The inner learner observed and made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), the reconstruction loss (Fig. 11)."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.ttt_linear.reference import InnerLearning
 
 from ..models.backbone import Grid, remove_tokens
-from .operator import reduce_layers
+from ..models.ttt_mixer import Operands, replay_inner_learning
 
 TOP_SHARE = 0.3  # of the tokens, which the paper marks
+Run = Callable[[Operands], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
+
+
+class OverrideTTTLinear(TorchDispatchMode):
+    """Within the context, `replacement(operands, run)` computes the output of every call of TTT-Linear; only without gradients.
+
+    No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can intercept, as
+    FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
+    """
+
+    def __init__(self, replacement: Callable[[Operands, Run], Tensor]):
+        super().__init__()
+        self.replacement = replacement
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not torch.ops.vision_ttt.ttt_linear.default:
+            return func(*args, **(kwargs or {}))
+        count = len(Operands._fields)
+        out = self.replacement(Operands(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
+        return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
+
+
+@torch.no_grad()
+def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
+    """Run a model in eval mode on inputs (N,3,H,W), and reduce what the inner learners of each of its L layers did.
+
+    `reduce` maps the operands and the inner learning of a layer to (B, ...); the result is (N, L, ...).
+
+    Raises:
+        ValueError: the model never calls the operator.
+    """
+    layers: list[Tensor] = []
+
+    def note(operands: Operands, run: Run) -> Tensor:
+        layers.append(reduce(operands, replay_inner_learning(operands)))
+        return run(operands)
+
+    batches = []
+    for part in images.split(batch_size):
+        layers.clear()
+        with OverrideTTTLinear(note):
+            model(part)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")
+        batches.append(torch.stack(layers, 1))
+    return torch.cat(batches)
 
 
 def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
@@ -16,14 +68,11 @@ def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
     concerns W only.
 
     Args:
-        model: a Vittt in eval mode.
+        model: a Vittt in eval mode; another model is a ValueError.
         images: its inputs (N,3,H,W).
 
     Returns:
         (N, L, h, w) for L layers, class tokens left out.
-
-    Raises:
-        ValueError: a model without an inner learner.
     """
     found = reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
     grid = model.grid_of(*images.shape[-2:])

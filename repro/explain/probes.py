@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernels.ttt_linear.reference import ttt_linear_dual
 
-from .operator import Operands, Run
+from ..models.ttt_mixer import Operands
+from .inner import Run
 
 KNOWN = "steps=K, ascent, q_is_k"
 # what Liu et al. report
@@ -25,7 +26,7 @@ REPORTED = {
 
 
 class Probe:
-    """A replacement for `repro.explain.operator.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
+    """A replacement for `repro.explain.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
 
     Args:
         name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (also

@@ -15,7 +15,7 @@ from ..core.runtime import device_label
 from ..data.cells import DataCell
 from ..data.tree import Tree
 from ..explain import draw, erf, inner
-from ..explain.operator import OverrideTTTLinear
+from ..explain.inner import OverrideTTTLinear
 from ..explain.probes import Probe
 from ..models.checkpoints import open_weights
 from .classifier import Classifier, load_classifier, require_same_classes

@@ -36,21 +36,13 @@ Features = Literal["last", "each"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSize:
-    """Hyper-parameters that depend on the backbone's width D.
+    """Hyper-parameters that depend on the backbone's width D."""
 
-    Args:
-        num_heads: heads M of every deformable attention.
-        value_ratio: width of its values as a multiple of D.
-        prior_channels: channels of the spatial prior's stem.
-        num_points: points P that each head of a query samples on each level.
-        ffn_ratio: hidden width of the convolutional FFN as a multiple of D.
-    """
-
-    num_heads: int
-    value_ratio: float = 1.0
-    prior_channels: int = 64
-    num_points: int = 4
-    ffn_ratio: float = 0.25
+    num_heads: int  # heads M of every deformable attention
+    value_ratio: float = 1.0  # width of its values as a multiple of D
+    prior_channels: int = 64  # of the spatial prior's stem
+    num_points: int = 4  # points P that each head of a query samples on each level
+    ffn_ratio: float = 0.25  # hidden width of the convolutional FFN as a multiple of D
 
 
 SIZES = {
@@ -74,11 +66,6 @@ class DeformableAttention(nn.Module):
     """Each head of a query sums P bilinear samples of every level around the query's reference point; see `kernels.ms_deform_attn`.
 
     The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query.
-
-    Args:
-        dim: width D of queries and values.
-        num_levels: number L of maps in the values.
-        size: heads M, points P and the width of the projected values.
 
     Raises:
         ValueError: the width of the values is not a multiple of the number of heads.
@@ -197,7 +184,8 @@ class Pyramid(OperatorModel):
     Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom. Detectors and segmenters
     use nothing else of a backbone. `built_from` is the registered name of the backbone and the options it was built with. `trunk` is
     the module whose state dict has the names of the backbone's weights, `trunk_name` its name within the pyramid. A subclass sets
-    `channels`, and implements `forward`, `group_matcher`, `no_weight_decay`, `set_grad_checkpointing` and `is_removed`.
+    `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns
+    for layer-wise decay, with the name (dot included) that the pyramid has within a larger model as `prefix`.
 
     Args:
         backbone: is changed in place.
@@ -339,10 +327,7 @@ class ViTAdapter(Pyramid):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """Patterns for timm's layer-wise decay: embeddings are layer 0, block i is layer i + 1, everything else is the last layer.
-
-        Within a larger model, `prefix` is the adapter's name there, dot included.
-        """
+        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, everything else is the last layer."""
         backbone = rf"^{re.escape(prefix)}backbone\.(?:model\.)?"
         return {"stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})", "blocks": [(rf"{backbone}blocks\.(\d+)", None)]}
 

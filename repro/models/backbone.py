@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -157,18 +156,13 @@ class Backbone(OperatorModel):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Patch tokens after selected blocks, as timm's feature interface defines it.
+        """Patch tokens after selected blocks, as timm's feature interface defines it; class tokens are left out.
 
-        Args:
-            x: image (B, C, H, W).
-            indices: an int selects the last n blocks, None all blocks, a list the blocks with these indices.
-            norm: apply the final norm to the intermediates.
-            stop_early: skip the blocks after the last selected one.
-            output_fmt: `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D); class tokens are left out.
-            intermediates_only: return the intermediates without the final tokens.
+        `indices` are the last n blocks (an int), all (None) or those of a list; `norm` applies the final norm to them too; `stop_early`
+        skips the blocks after the last selected one; `output_fmt` is `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D).
 
         Returns:
-            The intermediates, or (final tokens as `forward_features` returns them, intermediates).
+            The intermediates if `intermediates_only`, else (final tokens as `forward_features` returns them, intermediates).
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
@@ -261,20 +255,9 @@ def resample_positions(embedding: Tensor, before: Grid, after: Grid, rows: tuple
 
 
 def default_cfg(input_size: int) -> dict[str, Any]:
-    """timm's configuration of a model that takes images of any size, with a default side in pixels and ImageNet's statistics."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, input_size, input_size),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed",
-        "classifier": "head",
-        "fixed_input_size": False,
-        "license": "apache-2.0",
-    }
+    """timm's configuration of a model that takes images of any size, where it is not timm's default: a side in pixels, and names."""
+    shape = (3, input_size, input_size)
+    return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:

@@ -78,11 +78,9 @@ class Checkpoint:
         return self
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        """The classifier with its weights, in eval mode.
+        """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
-        Args:
-            image_size: side, or height and width, in pixels; by default that of the training. Position embeddings of a model that
-                is built for one size are resampled.
+        The default is the size of the training; for another one, position embeddings of a model that is built for one size are resampled.
 
         Raises:
             UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
@@ -91,13 +89,9 @@ class Checkpoint:
         raise NotImplementedError
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """The tensors under this project's names.
+        """The tensors under this project's names; raises as `build`.
 
-        Args:
-            options: arguments of the model that the tensors are for, by which timm adapts its own weights.
-
-        Raises:
-            UserError, RunError: as `build`.
+        `options` are the arguments of the model that the tensors are for, by which timm adapts its own weights.
         """
         raise NotImplementedError
 
@@ -126,11 +120,7 @@ class OwnFile(Checkpoint):
         return read_state(self.path) if self.task else self.build().state_dict()
 
     def load_into(self, model: nn.Module) -> None:
-        """Fill a model, a classifier or a dense one, that was built as the file says, strictly.
-
-        Raises:
-            UserError: an unreadable file, or weights that do not fit.
-        """
+        """Fill a model, a classifier or a dense one, that was built as the file says; a UserError if it is unreadable or does not fit."""
         load_state(model, read_state(self.path), f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}")
 
 
@@ -260,11 +250,7 @@ def _open_published(published: Published) -> Checkpoint:
 
 
 def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mapping[str, Any]) -> None:
-    """Refuse weights of another model, of other options that change the architecture, or of a dense task.
-
-    Args:
-        checkpoint: the weights.
-        name, options: what builds the model that they are for.
+    """Refuse weights of another model than `name`, of `options` that change the architecture, or of a dense task.
 
     Raises:
         UserError: naming the difference.
@@ -280,8 +266,8 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
 
 def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are part of the architecture, as they come back from JSON."""
-    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
-    return {key: value for key, value in listed.items() if key not in _OF_THE_TRAINING}
+    kept = {key: value for key, value in options.items() if key not in _OF_THE_TRAINING}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
 def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:

@@ -58,11 +58,7 @@ class NativePyramid(Pyramid):
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) -> four maps; see `Pyramid`.
-
-        Raises:
-            UserError: the backbone does not take images of this size.
-        """
+        """(B, 3, H, W) -> four maps; a UserError if the backbone does not take images of this size."""
         images = pad_to_stride(images)
         try:
             maps = self.backbone.forward_intermediates(images, indices=self.indices, intermediates_only=True)
@@ -76,9 +72,7 @@ class NativePyramid(Pyramid):
         self.backbone.set_grad_checkpointing(enable)
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """The backbone's patterns for timm's layer-wise decay; everything else is the last layer.
-
-        Within a larger model, `prefix` is the pyramid's name there, dot included.
+        """The backbone's own patterns; everything else is the last layer.
 
         Raises:
             UserError: the backbone's family has no such patterns.
@@ -142,10 +136,6 @@ def build_pyramid(
 
 def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
     """Fill the backbone of a pyramid with the weights of a classifier, strictly.
-
-    Args:
-        pyramid: made by `build_pyramid`.
-        checkpoint: see `checkpoints.open_weights`.
 
     Returns:
         A line for every key. For keys of the checkpoint: `used`, or `expected: not needed` (norm and head; a ViT's class token).

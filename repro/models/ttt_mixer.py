@@ -4,7 +4,7 @@ Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d)
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -41,28 +41,33 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> 
     return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
 
 
-def replay_inner_learning(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    token_scale: Tensor,
-    W0: Tensor,
-    b0: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    chunk_size: int,
-    reverse: Sequence[bool],
-    eps: float,
-) -> InnerLearning:
-    """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference.
+class Operands(NamedTuple):
+    """The first operands of `torch.ops.vision_ttt.ttt_linear`, by the names of its schema: those of `kernels.ttt_linear`, for R directions.
 
-    The arguments are the operands of `torch.ops.vision_ttt.ttt_linear`: those of `kernels.ttt_linear`, for R directions.
+    q, k, v: (B,T,R,H,d). lr: (B,T,H). token_scale: (R,C). W0: (R,H,d,d). b0, ln_weight, ln_bias: (R,H,d). reverse: R flags.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    token_scale: Tensor
+    W0: Tensor
+    b0: Tensor
+    ln_weight: Tensor
+    ln_bias: Tensor
+    chunk_size: int
+    reverse: Sequence[bool]
+    eps: float
+
+
+def replay_inner_learning(operands: Operands) -> InnerLearning:
+    """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference."""
     found = []
-    for r, backward in enumerate(reverse):
-        operands = q[:, :, r], k[:, :, r], v[:, :, r], lr, token_scale[r], W0[r], b0[r], ln_weight[r], ln_bias[r]
-        found.append(ttt_linear_dual(*operands, chunk_size=chunk_size, reverse=backward, eps=eps, return_inner=True)[1])
+    for r, reverse in enumerate(operands.reverse):
+        q, k, v = (x[:, :, r] for x in operands[:3])
+        options = {"chunk_size": operands.chunk_size, "reverse": reverse, "eps": operands.eps, "return_inner": True}
+        found.append(ttt_linear_dual(q, k, v, operands.lr, *(x[r] for x in operands[4:9]), **options)[1])
     return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
 
@@ -136,27 +141,20 @@ class TTTMixer(nn.Module):
         nn.init.zeros_(self.token_scale)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x_BTD: normalised tokens (B, T, D), T >= 1.
-
-        Returns:
-            (B, T, D) in the dtype of `x_BTD` (under autocast in that of the mode), to be added to the residual stream.
-        """
-        gate, *operands = self._project(x_BTD)
-        options = {"chunk_size": self.chunk_size or x_BTD.shape[1], "eps": self.eps, "backend": self.backend}
+        """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
+        gate, operands = self._project(x_BTD)
+        options = {"chunk_size": operands.chunk_size, "eps": self.eps, "backend": self.backend}
         if self.directions == 1:
-            q, k, v, lr, *of_directions = operands
-            z = ttt_linear(q[:, :, 0], k[:, :, 0], v[:, :, 0], lr, *(t[0] for t in of_directions), **options)
+            q, k, v = (x[:, :, 0] for x in operands[:3])
+            z = ttt_linear(q, k, v, operands.lr, *(x[0] for x in operands[4:9]), **options)
         else:
-            both = ttt_linear_bidir(*operands, **options)
+            both = ttt_linear_bidir(*operands[:9], **options)
             z = both[:, :, 0] + both[:, :, 1]
         z = self.post_norm(z.flatten(2))
         return self.out_proj(z if gate is None else gate * z)
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        """The gate (B, T, D) or None, and the operands of TTT-Linear for R directions: q, k, v (B, T, R, H, d), rates, scales, states."""
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Operands]:
+        """The gate (B, T, D) or None, and what the inner learners are given."""
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
         gate = F.gelu(parts.pop(0), approximate="tanh") if self.has_gate else None
         v, k = parts.pop(), parts.pop()
@@ -167,8 +165,9 @@ class TTTMixer(nn.Module):
             q = self._conv(padded, self.conv_q)
         (B, T, _), (R, H, d) = x_BTD.shape, self.b0.shape
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
-        scale, W0 = self.scale_per_token(self.chunk_size or T), self.W0.expand(R, H, d, d)
-        return gate, q, k, v, self.learning_rate(x_BTD), scale, W0, self.b0, self.ln_weight, self.ln_bias
+        lr, chunk_size, reverse = self.learning_rate(x_BTD), self.chunk_size or T, (False, True)[:R]
+        state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), self.b0, self.ln_weight, self.ln_bias
+        return gate, Operands(q, k, v, lr, *state, chunk_size, reverse, self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for."""
@@ -191,9 +190,7 @@ class TTTMixer(nn.Module):
         """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk: fp32 (B, T, R, H), by the reference."""
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
-            _, *operands = self._project(x_BTD)
-            reverse = (False, True)[: self.directions]
-            return replay_inner_learning(*operands, self.chunk_size or x_BTD.shape[1], reverse, self.eps).loss
+            return replay_inner_learning(self._project(x_BTD)[1]).loss
 
     def _pad_causal(self, x: Tensor) -> Tensor:
         """(B, T, R·D) -> (B, T+3, R·D): zeros before the first token in scan order, which for the backward scan is after the last one."""

@@ -89,14 +89,7 @@ class VimMixer(nn.Module):
         self.out_proj.weight.div_(math.sqrt(depth))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x_BTD: normalised tokens (B, T, D), T >= 1.
-
-        Returns:
-            (B, T, D) in the dtype of `x_BTD` (under autocast in that of the mode), to be added to the residual stream.
-        """
+        """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
         B, T, _ = x_BTD.shape
         E, N, R = self.inner, STATE_DIM, self.rank
         x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)

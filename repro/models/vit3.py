@@ -55,15 +55,7 @@ class InnerTraining(nn.Module):
             nn.init.trunc_normal_(weight, std=0.02)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x_BNC: normalised tokens (B, N, C), row-major on the grid.
-            grid: (h, w) with h·w = N.
-
-        Returns:
-            (B, N, C) in the dtype of `x_BNC` (under autocast in that of the mode), to be added to the residual stream.
-        """
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode)."""
         projected = self.qkv(x_BNC)
         # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in
         # fp16, and in bf16 one of eight elements of w does not move at all

@@ -45,8 +45,7 @@ def save_weights(
 
     Args:
         path: the .safetensors file.
-        model: any registered model.
-        name: its registered name.
+        name: the model's registered name.
         options: the keyword arguments besides the name that built it (JSON values).
         preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
         classes: class names in the order of the outputs.
@@ -111,11 +110,7 @@ def read_official(path: Path) -> dict[str, Tensor]:
 
 
 def translate_official(state: State, module: str) -> dict[str, Tensor]:
-    """A state dict under its official names -> the same under ours, by the `official_state_dict` of a family's module.
-
-    Raises:
-        UserError: the module has none.
-    """
+    """A state dict under its official names -> the same under ours, by `official_state_dict` of a family's module; a UserError without."""
     translate = getattr(sys.modules[module], "official_state_dict", None)
     if translate is None:
         raise UserError("no official weights are known for this family")
@@ -139,8 +134,7 @@ def load_state(
     """Fill a model strictly: every key is used, none is missing, and every shape is equal.
 
     Args:
-        model: is to be filled.
-        state: under the model's names.
+        model, state: have the same names.
         error: the beginning of the line about a misfit.
         not_needed: which keys of `state` are left out.
         new: which keys of the model stay as they are.
@@ -175,10 +169,7 @@ def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int])
     length that belongs to `trained_size`. Weights of another patch stride therefore stay as they are and do not fit. timm's
     families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of relative positions.
 
-    Args:
-        model: built for its image size.
-        state: under the model's names, with the classifier.
-        trained_size: image height and width in pixels that `state` belongs to.
+    `state` has the model's names, with the classifier; `trained_size` is the image height and width in pixels that it belongs to.
     """
     if hasattr(model, "grid_of"):
         return _resample_positions(model, state, trained_size)
