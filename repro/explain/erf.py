@@ -56,8 +56,7 @@ def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor
 
     Args:
         features: images (B,3,H,W) -> (B,C,h,w), where images do not affect each other; the central position is (h // 2, w // 2).
-        images: (N,3,H,W).
-        batch_size: images per backward pass.
+        images: (N,3,H,W), of which `batch_size` are in a backward pass.
 
     Returns:
         (H,W), fp64.

@@ -2,11 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ..core.errors import UserError
@@ -14,7 +12,6 @@ from ..core.runtime import torch_dtype
 from ..core.ui import Progress
 from ..data.classification import ImageFolder, ToInput, eval_transform
 from ..data.loader import EvalLoader
-from ..data.pixels import read_pixels
 from ..data.settings import TransformSettings
 from ..data.tree import Tree
 from ..models.checkpoints import Checkpoint
@@ -41,10 +38,6 @@ class Classifier:
     def name(self) -> str:
         """What records call the model."""
         return self.checkpoint.name
-
-    def read_picture(self, path: Path) -> Tensor:
-        """A picture as the model sees it, resized and cropped: uint8 (3, S, S); a UserError if it cannot be read."""
-        return torch.as_tensor(eval_transform(self.transform)(Image.fromarray(read_pixels(path))))
 
     def read_images(self, tree: Tree) -> Tensor:
         """The validation images of a tree as the model sees them: uint8 (N, 3, S, S)."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from ..core.errors import UserError
 from ..core.runtime import device_label
 from ..data.cells import DataCell
+from ..data.classification import eval_transform
+from ..data.pixels import read_pixels
 from ..data.tree import Tree
 from ..explain import draw, erf, inner
 from ..explain.inner import OverrideTTTLinear
@@ -42,8 +44,7 @@ def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Pat
     `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over the pictures.
 
     Raises:
-        UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have; nothing is
-            written then.
+        UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have.
     """
     if output.suffix.lower() != ".png":
         raise UserError(f"{output}: the figure is a PNG file; end its name in .png")
@@ -88,7 +89,8 @@ def _draw_inner_map(classifier: Classifier, images: Tensor, inputs: Tensor, map:
 
 
 def _read_picture(classifier: Classifier, path: Path) -> Tensor:
-    seen = classifier.read_picture(path)
+    """A picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
+    seen = torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path))))
     with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # warns of large pictures, which were read already
         frames = getattr(image, "n_frames", 1)
     if frames > 1:

@@ -24,22 +24,15 @@ _MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "dist
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """One set of published weights.
+    """One set of published weights."""
 
-    Args:
-        model: registered name, without timm's tag.
-        tag: timm's name for this set of weights; empty for a model with one unnamed set.
-        license: stated by the publisher on the hub, according to timm's configuration; None if it states none.
-        comparable: whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors'
-            own set if they published one.
-        preprocessing: timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others.
-    """
-
-    model: str
-    tag: str
-    license: str | None
+    model: str  # registered name, without timm's tag
+    tag: str  # timm's name for this set of weights; empty for a model with one unnamed set
+    license: str | None  # stated by the publisher on the hub, according to timm's configuration
+    # whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors' own set if
+    # they published one
     comparable: bool
-    preprocessing: Mapping[str, Any]
+    preprocessing: Mapping[str, Any]  # timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others
 
     @property
     def full_name(self) -> str:
@@ -59,11 +52,7 @@ def is_only_imagenet_1k(tag: str) -> bool:
 
 
 def is_from_timm(name: str) -> bool:
-    """Whether a model, named with or without a tag, is one of timm's and not of this project.
-
-    Raises:
-        UserError: an unknown model.
-    """
+    """Whether a model, named with or without a tag, is one of timm's and not of this project; an unknown one is a UserError."""
     try:
         require_known(name)
     except ValueError as error:

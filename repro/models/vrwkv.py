@@ -69,9 +69,9 @@ class SpatialMix(nn.Module):
         with torch.no_grad():
             self.spatial_decay.copy_(-5 + 8 * (i / max(1, dim - 1)) ** (0.7 + 1.3 * rise))
             self.spatial_first.copy_(math.log(0.3) + 0.5 * ((i + 1) % 3 - 1))
-            self.spatial_mix_k.copy_(mix.view(1, 1, -1))
-            self.spatial_mix_v.copy_((mix + 0.3 * rise).view(1, 1, -1))
-            self.spatial_mix_r.copy_((i / dim).pow(p / 2).view(1, 1, -1))
+            self.spatial_mix_k.copy_(mix)
+            self.spatial_mix_v.copy_(mix + 0.3 * rise)
+            self.spatial_mix_r.copy_((i / dim).pow(p / 2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of Bi-WKV that runs on this layer's device for activations of `dtype`."""
@@ -102,8 +102,8 @@ class ChannelMix(nn.Module):
         dim = self.spatial_mix_k.shape[-1]
         mix = (torch.arange(dim, dtype=torch.float64) / dim) ** (1 - self.layer / self.depth)
         with torch.no_grad():
-            self.spatial_mix_k.copy_(mix.view(1, 1, -1))
-            self.spatial_mix_r.copy_(mix.view(1, 1, -1))
+            self.spatial_mix_k.copy_(mix)
+            self.spatial_mix_r.copy_(mix)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B,T,C) -> (B,T,C)."""

@@ -61,8 +61,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata that `save_weights` wrote: model, options, preprocessing, classes, and for a dense model its task.
 
     Raises:
-        UserError: a file that does not exist, cannot be read as safetensors (for instance because it was cut short), or was not
-            written by this project.
+        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), or one that is not of this project.
     """
     metadata = _read_header(path)
     if METADATA_KEY not in metadata:
