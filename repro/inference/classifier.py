@@ -20,18 +20,11 @@ from ..tasks.classification.task import accuracy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A classifier in eval mode, without gradients for its parameters.
+    """A classifier in eval mode, without gradients for its parameters."""
 
-    Args:
-        checkpoint: where its weights come from.
-        model: inputs (B, 3, S, S) -> logits (B, num_classes).
-        transform: how an image becomes an input.
-        device: where the model is.
-    """
-
-    checkpoint: Checkpoint
-    model: nn.Module
-    transform: TransformSettings
+    checkpoint: Checkpoint  # where its weights come from
+    model: nn.Module  # inputs (B, 3, S, S) -> logits (B, num_classes)
+    transform: TransformSettings  # how an image becomes an input
     device: torch.device
 
     @property
@@ -67,11 +60,7 @@ class Classifier:
 
 
 def load_classifier(checkpoint: Checkpoint, device: torch.device, image_size: int | None = None) -> Classifier:
-    """Build a classifier from its checkpoint, for the image size of its training or another side in pixels.
-
-    Raises:
-        UserError, RunError: see `Checkpoint.build`.
-    """
+    """Build a classifier, for the image size of its training or another side in pixels; raises as `Checkpoint.build`."""
     model = checkpoint.require_classifier().build(image_size).to(device).requires_grad_(False)
     transform = TransformSettings.from_preprocessing(checkpoint.preprocessing, image_size)
     return Classifier(checkpoint=checkpoint, model=model, transform=transform, device=device)

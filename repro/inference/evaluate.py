@@ -98,15 +98,11 @@ def _find_subjects(
     else:
         found = [(open_weights(None, model=name), None) for name in request.models]
     for checkpoint, size in found:
-        _check_classes(checkpoint, classes, data)
+        require_same_classes(checkpoint, classes, data)
+        if checkpoint.num_classes not in (None, len(classes)):
+            where = checkpoint.path or ".".join(filter(None, (checkpoint.model, checkpoint.facts["weights_tag"])))
+            raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
         yield checkpoint, request.image_sizes or (size or checkpoint.image_size,)
-
-
-def _check_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
-    require_same_classes(checkpoint, classes, data)
-    where = checkpoint.path or (checkpoint.facts.get("weights_tag") and f"{checkpoint.model}.{checkpoint.facts['weights_tag']}")
-    if checkpoint.num_classes not in (None, len(classes)):
-        raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,16 +147,8 @@ class _Evaluation:
             )
         if not math.isfinite(scores["val_loss"]):
             raise RunError(f"{classifier.name} at {size}: logits are not finite in {request.dtype}; use --dtype fp32 or bf16")
-        metrics = {
-            **scores,
-            "model": checkpoint.name,
-            "data": self.cell.name,
-            "kind": self.cell.kind,
-            "weights_hash": checkpoint.hash,
-            **checkpoint.facts,
-            "image_size": size,
-            "train_image_size": checkpoint.image_size,
-        }
+        metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "weights_hash": checkpoint.hash}
+        metrics |= {**checkpoint.facts, "image_size": size, "train_image_size": checkpoint.image_size}
         if request.limit is not None:
             metrics |= {"limit": request.limit, "limit_seed": LIMIT_SEED}
         identity = make_identity(

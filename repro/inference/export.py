@@ -39,8 +39,8 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
 
     Args:
         weights: a file of a classifier of this project.
-        output: where to write it; by default <model>_<size> in the working directory.
-        image_size: side S in pixels that the file is for, by default that of the training.
+        output: by default <model>_<size> in the working directory.
+        image_size: side S in pixels, by default that of the training.
         verify: read the file back with its own runtime and compare the logits.
 
     Raises:

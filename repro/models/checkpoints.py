@@ -27,29 +27,17 @@ Size = int | tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model with its weights, found but not yet read.
+    """A model with its weights, found but not yet read."""
 
-    Args:
-        name: what records call the model.
-        model: its registered name.
-        options: the further arguments that build it; what is not in them has the registered default.
-        task: for a dense model, the task's `name` and the params that build the rest; None for a classifier.
-        classes: class names in the order of the outputs; None if the weights do not name them.
-        num_classes: number of outputs; None for a backbone without its head.
-        preprocessing: the evaluation transform in timm's names; `input_size` is that of the training.
-        path: the file; None for weights that timm fetches.
-        facts: what else records say of the weights: options, weights_file, weights_tag, weights_license.
-    """
-
-    name: str
-    model: str
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    task: Mapping[str, Any] | None = None
-    classes: tuple[str, ...] | None = None
-    num_classes: int | None
-    preprocessing: Mapping[str, Any]
-    path: Path | None = None
-    facts: Mapping[str, Any]
+    name: str  # what records call the model
+    model: str  # its registered name
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments that build it; the rest are the defaults
+    task: Mapping[str, Any] | None = None  # for a dense model, the task's `name` and the params that build the rest
+    classes: tuple[str, ...] | None = None  # names in the order of the outputs; None if the weights do not name them
+    num_classes: int | None  # None for a backbone without its head
+    preprocessing: Mapping[str, Any]  # the evaluation transform in timm's names; `input_size` is that of the training
+    path: Path | None = None  # None for weights that timm fetches
+    facts: Mapping[str, Any]  # what else records say of the weights: options, weights_file, weights_tag, weights_license
 
     @property
     def where(self) -> Path | str:
@@ -162,10 +150,8 @@ def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
     """Find out which model some weights belong to; nothing is built, and nothing is fetched.
 
     Args:
-        path: a file of this project, an official file of a family, or a file that timm can load; None for weights that timm
-            publishes.
-        model: registered name. A file of this project names its model itself, the others need it; of timm's models it may end in
-            a tag.
+        path: a file of this project, an official file of a family, or one that timm can load; None for weights that timm publishes.
+        model: registered name, which only a file of this project does without; of timm's models it may end in a tag.
 
     Raises:
         UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; no model named where
@@ -275,13 +261,9 @@ def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
     The head stays as it is where the number of classes differs, and position embeddings are resampled where the image size differs.
 
-    Args:
-        model: made by `registry.build_model`.
-        checkpoint: a classifier of the same model and options.
-
     Returns:
-        A line for every key of both: `used`; for the head of the model, if its classes differ, `expected: new`; for keys of the
-        checkpoint's head that the model's head does not have, `expected: not needed`.
+        A line for every key of both: `used`; `expected: new` for the head of the model, if its classes differ; `expected: not needed`
+        for keys of the checkpoint's head that the model's head does not have.
 
     Raises:
         UserError: a checkpoint that cannot be read, belongs to another model or does not fit; the model is then unchanged.

@@ -105,10 +105,8 @@ def build_pyramid(
     Args:
         name: a plain model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
         options: further arguments of the backbone, with the `img_size` of its training where that is not the default.
-        features: see `ViTAdapter`; of no effect on a hierarchical backbone.
         drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's extractors.
-        freeze_backbone: train the other parts only.
-        size: see `ViTAdapter`.
+        features, freeze_backbone, size: see `ViTAdapter`; a hierarchical backbone uses only the second.
 
     Raises:
         ValueError: an unknown model, or a backbone that does not fit.

@@ -46,9 +46,7 @@ class VimMixer(nn.Module):
     Both directions share the projections of the input, the gate and the output. Parameters with `_b` in their name belong to the
     backward direction.
 
-    Args:
-        dim: width D.
-        depth: blocks of the whole model; the initial output projection is scaled by its inverse square root.
+    `depth`, the number of blocks, scales the initial output projection by its inverse square root.
     """
 
     def __init__(self, dim: int, depth: int):
@@ -142,9 +140,7 @@ class Vim(Backbone):
     The official release carries the output of a block beside the residual, and adds it before the next norm with the drop path rate
     of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0, p), which is built here.
 
-    Args:
-        depth: number of blocks.
-        shell: see `Backbone`.
+    Arguments are those of `Backbone`.
     """
 
     def __init__(self, *, depth: int = 24, **shell: Any):

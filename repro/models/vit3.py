@@ -91,12 +91,7 @@ class InnerTraining(nn.Module):
 
 
 class ViT3Block(nn.Module):
-    """Tokens + depth-wise convolution, then the TTT block and an MLP, each after a LayerNorm and with a residual.
-
-    Args:
-        dim, num_heads: see `InnerTraining`.
-        drop_path: rate of stochastic depth in the last two branches.
-    """
+    """Tokens + depth-wise convolution, then the TTT block and an MLP, each after a LayerNorm and with a residual and stochastic depth."""
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
         super().__init__()
@@ -116,14 +111,11 @@ class ViT3Block(nn.Module):
 
 
 class ViT3(Backbone):
-    """ViT3 in timm's conventions, as a `PlainBackbone`.
+    """ViT3 in timm's conventions, as a `PlainBackbone`; no parameter depends on the image size.
 
     Args:
         num_heads: heads of the inner gated linear unit.
-        shell: see `Backbone`; no parameter depends on the image size.
-
-    Raises:
-        ValueError: sizes that do not fit.
+        shell: see `Backbone`.
     """
 
     def __init__(self, *, num_heads: int = 6, **shell: Any):

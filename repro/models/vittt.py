@@ -21,21 +21,17 @@ EPS = 1e-6
 class VitttBlock(nn.Module):
     """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each after a LayerNorm and with a residual.
 
-    Args:
-        dim, num_heads, num_tokens, design, chunk_size, w0: see `Vittt` and `TTTMixer`.
-        pool: class strategy, which decides where class tokens are; they skip the convolution.
-        drop_path: rate of stochastic depth in both residual branches.
+    Class tokens, whose places depend on `pool`, skip the convolution. `drop_path` is the rate of both residual branches; the other
+    arguments are those of `TTTMixer`.
     """
 
-    def __init__(
-        self, dim: int, num_heads: int, num_tokens: int, *, design: Design, chunk_size: int, w0: W0Mode, pool: Pool, drop_path: float
-    ):
+    def __init__(self, dim: int, num_heads: int, num_tokens: int, *, design: Design, pool: Pool, drop_path: float, **learner: Any):
         super().__init__()
         self.pool = pool
         # without a bias, since only that agrees with the paper's 0.02/0.04/0.08 M parameters
         self.dwconv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False) if design_has(design, "conv2d") else None
         self.norm1 = nn.LayerNorm(dim, eps=EPS)
-        self.mixer = TTTMixer(dim, num_heads, num_tokens, design=design, chunk_size=chunk_size, w0=w0, eps=EPS)
+        self.mixer = TTTMixer(dim, num_heads, num_tokens, design=design, eps=EPS, **learner)
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
         self.mlp = SwiGLU(dim, int(8 * dim / 3))
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()

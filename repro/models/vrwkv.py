@@ -44,9 +44,7 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
 class SpatialMix(nn.Module):
     """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project their own mixture of the tokens and their Q-Shift.
 
-    Args:
-        dim: C.
-        layer, depth: index of the block and number of blocks, for the initial values; see `init_weights`.
+    `layer` and `depth`, index of the block and number of blocks, are for the initial values; see `init_weights`.
     """
 
     def __init__(self, dim: int, layer: int, depth: int):
