@@ -12,19 +12,19 @@ grids of strides 8, 16 and 32, M heads, L levels, P points.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath
+from timm.layers import DropPath, LayerScale
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from kernels.ms_deform_attn import ms_deform_attn, selected_backend
 
-from .backbone import Grid, OperatorModel, PlainBackbone, insert_tokens, remove_tokens, run_block
-from .plain_vit import ClasslessViT
+from .backbone import Grid, OperatorModel, PlainBackbone, insert_tokens, remove_tokens, resample_positions, run_block
 
 EPS = 1e-6
 INTERACTIONS = 4
@@ -217,6 +217,53 @@ class Pyramid(OperatorModel):
     def is_added(self, key: str) -> bool:
         """Whether a key of the trunk belongs to a part that the pyramid may add to the backbone."""
         return False
+
+
+class ClasslessViT(nn.Module):
+    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, and with a layer scale, initially 1, on every branch. Takes any image size.
+
+    timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has the length of
+    the pretrained one, and the model the number of parameters that the papers report.
+
+    Args:
+        model: a VisionTransformer with at most a class token; it is changed in place.
+
+    Raises:
+        ValueError: a model with register tokens or without a position embedding.
+    """
+
+    def __init__(self, model: VisionTransformer):
+        super().__init__()
+        if model.num_reg_tokens or model.pos_embed is None:
+            raise ValueError("a ViT with register tokens or without a position embedding cannot be the backbone of a ViT-Adapter")
+        self.model = model
+        self.embed_dim, self.patch_size = model.embed_dim, model.patch_embed.patch_size[0]
+        model.cls_token = None
+        for block in model.blocks:
+            for name in ("ls1", "ls2"):
+                if isinstance(getattr(block, name), nn.Identity):
+                    setattr(block, name, LayerScale(model.embed_dim, init_values=1.0))
+
+    @property
+    def blocks(self) -> list[Callable[[Tensor, Grid], Tensor]]:
+        """timm's blocks; their global attention ignores the grid."""
+        return [lambda tokens, grid, block=block: block(tokens) for block in self.model.blocks]
+
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm."""
+        return self.model.norm
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled for other grids than the built one, and the grid."""
+        patches = self.model.patch_embed.proj(x)
+        grid, built = tuple(patches.shape[-2:]), self.model.patch_embed.grid_size
+        positions = resample_positions(self.model.pos_embed[:, -built[0] * built[1] :], built, grid)
+        return self.model.norm_pre(self.model.pos_drop(patches.flatten(2).mT + positions)), grid
+
+    def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
+        """Empty: there are no class tokens."""
+        return ()
 
 
 class ViTAdapter(Pyramid):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -66,12 +67,9 @@ class Backbone(OperatorModel):
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
         patch_size: side of a patch in pixels; height and width of every image must be multiples of it.
-        in_chans: channels of the image.
+        in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the head.
         num_classes: outputs of the head; 0 builds no head.
-        embed_dim: width D.
-        depth: number of blocks.
         pool: the strategy that makes the class feature, which timm calls `global_pool`.
-        drop_rate: dropout before the head.
         drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly from 0 to it.
     """
 
@@ -252,6 +250,23 @@ def resample_positions(embedding: Tensor, before: Grid, after: Grid, rows: tuple
     patches = remove_tokens(embedding, rows)
     patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
     return insert_tokens(patches, embedding[:, list(rows)], new_rows)
+
+
+def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
+    """The tokens (B, T, E) of the forward and perhaps the backward scan -> (B, T + count, R·E), with zeros before a scan's first token."""
+    sides = (count, 0), (0, count)
+    return torch.cat([F.pad(part, (0, 0, *side)) for part, side in zip(parts, sides, strict=False)], dim=-1)
+
+
+def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> Tensor:
+    """Causal depth-wise convolution of what `pad_for_scans` returns, by weights (E, 1, K) in scan order -> (B, T, R·E).
+
+    It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on CPUs than
+    conv1d.
+    """
+    weight = torch.cat([weights[0], *(backward.flip(-1) for backward in weights[1:])]).unsqueeze(2)
+    out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
+    return out.squeeze(2).transpose(1, 2).contiguous()
 
 
 def default_cfg(input_size: int) -> dict[str, Any]:

@@ -64,11 +64,7 @@ def find_published(name: str, *, required: bool = True) -> Published:
     """The published weights that a name means.
 
     `model.tag` means that set. `model` alone means the set for a paper's table (ImageNet-1K alone, the authors' before timm's), or
-    timm's default if there is none.
-
-    Args:
-        name: of a model, with or without a tag.
-        required: if False, a model without published weights gives timm's configuration of it, with an empty tag.
+    timm's default if there is none. If not `required`, a model without published weights gives timm's configuration, with an empty tag.
 
     Raises:
         UserError: an unknown model or tag, or a model without published weights.

@@ -14,10 +14,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from .adapter import STRIDES, AdapterSize, Features, Pyramid, ViTAdapter, pad_to_stride
+from .adapter import STRIDES, AdapterSize, ClasslessViT, Features, Pyramid, ViTAdapter, pad_to_stride
 from .backbone import PlainBackbone
 from .checkpoints import Checkpoint, require_same_architecture
-from .plain_vit import ClasslessViT
 from .registry import build_model
 from .weights import adapt_to_size, classifier_names, load_state
 

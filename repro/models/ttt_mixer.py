@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
 from kernels.ttt_linear.reference import InnerLearning, ttt_linear_dual
 
-from .backbone import init_linear
+from .backbone import convolve_scans, init_linear, pad_for_scans
 
 # Table 3, in the paper's order: every snapshot has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
@@ -155,15 +155,14 @@ class TTTMixer(nn.Module):
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Operands]:
         """The gate (B, T, D) or None, and what the inner learners are given."""
+        (B, T, _), (R, H, d) = x_BTD.shape, self.b0.shape
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
         gate = F.gelu(parts.pop(0), approximate="tanh") if self.has_gate else None
         v, k = parts.pop(), parts.pop()
         q = parts.pop() if self.separate_q else k
         if self.has_conv1d:
-            padded = self._pad_causal(k)
-            k = self._conv(padded, self.conv_k)
-            q = self._conv(padded, self.conv_q)
-        (B, T, _), (R, H, d) = x_BTD.shape, self.b0.shape
+            padded = pad_for_scans(k.chunk(R, dim=-1), CONV_KERNEL - 1)
+            k, q = (convolve_scans(padded, conv.weight.chunk(R), conv.bias) for conv in (self.conv_k, self.conv_q))
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
         lr, chunk_size, reverse = self.learning_rate(x_BTD), self.chunk_size or T, (False, True)[:R]
         state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), self.b0, self.ln_weight, self.ln_bias
@@ -191,24 +190,3 @@ class TTTMixer(nn.Module):
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             return replay_inner_learning(self._project(x_BTD)[1]).loss
-
-    def _pad_causal(self, x: Tensor) -> Tensor:
-        """(B, T, R·D) -> (B, T+3, R·D): zeros before the first token in scan order, which for the backward scan is after the last one."""
-        pad = CONV_KERNEL - 1
-        if self.directions == 1:
-            return F.pad(x, (0, 0, pad, 0))
-        forward, backward = x.chunk(2, dim=-1)
-        return torch.cat((F.pad(forward, (0, 0, pad, 0)), F.pad(backward, (0, 0, 0, pad))), dim=-1)
-
-    def _conv(self, padded: Tensor, conv: nn.Conv1d) -> Tensor:
-        """Causal depth-wise convolution in scan order, on token-major tensors: (B, T+3, R·D) -> (B, T, R·D).
-
-        It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on CPUs
-        than conv1d.
-        """
-        weight = conv.weight
-        if self.directions == 2:
-            forward, backward = weight.chunk(2)
-            weight = torch.cat((forward, backward.flip(-1)))
-        out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight.unsqueeze(2), conv.bias, groups=weight.shape[0])
-        return out.squeeze(2).transpose(1, 2).contiguous()

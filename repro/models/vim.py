@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan_bidir
 
-from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, rename_prefixes, resample_positions
+from .backbone import (
+    Backbone,
+    Grid,
+    convolve_scans,
+    init_linear,
+    insert_tokens,
+    pad_for_scans,
+    register_sizes,
+    rename_prefixes,
+    resample_positions,
+)
 
 STATE_DIM = 16
 CONV_KERNEL = 4
@@ -91,7 +101,9 @@ class VimMixer(nn.Module):
         B, T, _ = x_BTD.shape
         E, N, R = self.inner, STATE_DIM, self.rank
         x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)
-        u = F.silu(self._conv(x_BTE)).view(B, T, 2, E)
+        padded = pad_for_scans((x_BTE, x_BTE), CONV_KERNEL - 1)
+        weights, bias = (self.conv1d.weight, self.conv1d_b.weight), torch.cat((self.conv1d.bias, self.conv1d_b.bias))
+        u = F.silu(convolve_scans(padded, weights, bias)).view(B, T, 2, E)
         # both directions in one batched product, direction first: its parts are views that the scan takes without a copy
         rows = u.view(B * T, 2, E).transpose(0, 1)
         parts = torch.bmm(rows, torch.stack((self.x_proj.weight, self.x_proj_b.weight)).mT)
@@ -102,18 +114,6 @@ class VimMixer(nn.Module):
         skip, bias = torch.stack((self.D, self.D_b)), torch.stack((self.dt_proj.bias, self.dt_proj_b.bias))
         y = selective_scan_bidir(u, delta, A, B_BTRN, C_BTRN, skip, z_BTE, bias, backend=self.backend)
         return self.out_proj(y.mean(2))
-
-    def _conv(self, x_BTE: Tensor) -> Tensor:
-        """Causal depth-wise convolution in the scan order of each direction: (B, T, E) -> (B, T, 2·E), forward scan first.
-
-        It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy.
-        """
-        pad = CONV_KERNEL - 1
-        padded = torch.cat((F.pad(x_BTE, (0, 0, pad, 0)), F.pad(x_BTE, (0, 0, 0, pad))), dim=-1)
-        weight = torch.cat((self.conv1d.weight, self.conv1d_b.weight.flip(-1))).unsqueeze(2)
-        bias = torch.cat((self.conv1d.bias, self.conv1d_b.bias))
-        out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
-        return out.squeeze(2).transpose(1, 2).contiguous()
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the selective scan that runs here for activations of `dtype`."""
