@@ -60,9 +60,7 @@ def draw_gradients(
 def draw_fields(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str) -> None:
     """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
 
-    Args:
-        fields: label -> contributions (H,W), or the reason why there are none.
-        shapes: label -> the field in numbers, for the fields that exist.
+    `fields` maps a label to contributions (H,W), or to the reason why there are none; `shapes` has the fields that exist in numbers.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)

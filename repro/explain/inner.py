@@ -65,14 +65,8 @@ def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
     """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at the start state W of its chunk, summed over heads and directions.
 
     ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖. The gradient G_t of the bias is left out, because Eq. 6
-    concerns W only.
-
-    Args:
-        model: a Vittt in eval mode; another model is a ValueError.
-        images: its inputs (N,3,H,W).
-
-    Returns:
-        (N, L, h, w) for L layers, class tokens left out.
+    concerns W only. For inputs (N,3,H,W) of a Vittt in eval mode with L layers the maps are (N, L, h, w), class tokens left out;
+    another model is a ValueError.
     """
     found = reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
     grid = model.grid_of(*images.shape[-2:])
@@ -112,9 +106,7 @@ def mark_tokens(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
 def compute_reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:
     """ℓ_t = ½‖LN(K_t W + β) − (V_t − K_t)‖² at the start state of the token's chunk, averaged over heads and images.
 
-    Only the forward scan counts. Arguments and errors are those of `compute_gradient_maps`.
-
-    Returns:
-        (L, T) for L layers; tokens in scan order, with class tokens in their places.
+    Only the forward scan counts. For the inputs and errors of `compute_gradient_maps` the losses are (L, T), in scan order, with class
+    tokens in their places.
     """
     return reduce_layers(model, images, lambda operands, inner: inner.loss[:, :, 0].mean(-1)).mean(0)

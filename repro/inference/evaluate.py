@@ -43,10 +43,8 @@ def evaluate(
     dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several models fails, a line
     on stderr says so and the others are evaluated.
 
-    Args:
-        data: a cell of `prepare_data`.
-        find_models: the models of the paper's table, for `request.table1`.
-        find_printed: the accuracy that the paper prints for a model, which is shown beside a full score.
+    `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and `find_printed` the
+    accuracy that the paper prints for a model, which is shown beside a full score.
 
     Raises:
         UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.

@@ -101,8 +101,7 @@ def _read_picture(classifier: Classifier, path: Path) -> Tensor:
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], str]:
     """`top1_percent`, `val_images` and the inner losses over a validation split with a changed inner loop; and what others report.
 
-    Raises:
-        UserError: an unknown probe, or a model without an inner learner.
+    An unknown probe, or a model without an inner learner, is a UserError.
     """
     try:
         probe = Probe(name)
@@ -116,10 +115,9 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tu
 
 
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: int) -> None:
-    """Print a model's accuracy and inner losses on a validation split, unchanged and with a probe.
+    """Print a model's accuracy and inner losses on a validation split, unchanged and with a probe; raises as `run_probe`.
 
-    Raises:
-        UserError: an unknown probe, a model without an inner learner, or data with other classes than the model's.
+    Data with other classes than the model's are a UserError, too.
     """
     tree = cell.open_tree()
     require_same_classes(classifier.checkpoint, tree.classes, cell.name)

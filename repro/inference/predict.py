@@ -75,9 +75,7 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
 def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
     """The given files, and the pictures in the given folders.
 
-    Args:
-        given: files and folders.
-        unique_names: refuse two pictures whose names differ only by folder or suffix, for results in files of these names.
+    With `unique_names`, two pictures whose names differ only by folder or suffix are refused, for results in files of these names.
 
     Raises:
         UserError: a folder without pictures, or names that are not unique.

@@ -65,10 +65,8 @@ def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
 class DeformableAttention(nn.Module):
     """Each head of a query sums P bilinear samples of every level around the query's reference point; see `kernels.ms_deform_attn`.
 
-    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query.
-
-    Raises:
-        ValueError: the width of the values is not a multiple of the number of heads.
+    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query. The
+    width of the values must be a multiple of the number of heads.
     """
 
     def __init__(self, dim: int, num_levels: int, size: AdapterSize):
@@ -187,9 +185,7 @@ class Pyramid(OperatorModel):
     `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns
     for layer-wise decay, with the name (dot included) that the pyramid has within a larger model as `prefix`.
 
-    Args:
-        backbone: is changed in place.
-        freeze_backbone: do not train the backbone, and keep it in eval mode; gradients still pass through it.
+    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass through it.
     """
 
     channels: tuple[int, ...]
@@ -225,11 +221,7 @@ class ClasslessViT(nn.Module):
     timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has the length of
     the pretrained one, and the model the number of parameters that the papers report.
 
-    Args:
-        model: a VisionTransformer with at most a class token; it is changed in place.
-
-    Raises:
-        ValueError: a model with register tokens or without a position embedding.
+    `model`, which is changed in place, has at most a class token; register tokens or no position embedding are a ValueError.
     """
 
     def __init__(self, model: VisionTransformer):

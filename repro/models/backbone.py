@@ -102,11 +102,7 @@ class Backbone(OperatorModel):
         self.feature_info = [{"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an image of height x width pixels.
-
-        Raises:
-            ValueError: height or width is not a positive multiple of the patch size.
-        """
+        """Rows and columns of patches in an image, whose height and width in pixels must be multiples of the patch size (ValueError)."""
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
             raise ValueError(f"image size {height}x{width}: height and width must be positive multiples of the patch size {p}")

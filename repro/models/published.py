@@ -87,10 +87,8 @@ def find_published(name: str, *, required: bool = True) -> Published:
 def build_published(published: Published, *, file: Path | None = None, **options: Any) -> nn.Module:
     """A model with published weights, from the hub, from the hub's local cache or from a file; timm loads them, strictly.
 
-    Args:
-        published: see `find_published`.
-        file: a file with timm's names, or with names that timm translates.
-        options: further arguments of the model, such as `img_size` and, for a file, its own `num_classes`.
+    A file has timm's names, or names that timm translates. `options` are further arguments of the model, such as `img_size` and, for a
+    file, its own `num_classes`.
 
     Raises:
         UserError: a model that cannot be built with these options, or a file that does not fit it.

@@ -34,9 +34,7 @@ class InnerTraining(nn.Module):
     axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its 3x3 window. The gradients are closed forms
     that autograd differentiates, so the outer gradient is that of the whole step.
 
-    Args:
-        dim: width C.
-        num_heads: heads of the gated linear unit; C must be a multiple of it. The convolution is as wide as one head.
+    The width C must be a multiple of the heads of the gated linear unit; the convolution is as wide as one head.
     """
 
     def __init__(self, dim: int, num_heads: int):

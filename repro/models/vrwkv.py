@@ -113,11 +113,8 @@ class ChannelMix(nn.Module):
 class VRWKVBlock(nn.Module):
     """x + att(ln1 x), then x + ffn(ln2 x); with `post_norm` x + γ1 ln1(att(x)), then x + γ2 ln2(ffn(x)).
 
-    Args:
-        dim, layer, depth: see `SpatialMix`. Block 0 begins with an additional norm, ln0.
-        post_norm: norms after the mixers, and a layer scale.
-        gamma: initial value of the layer scale.
-        drop_path: rate of stochastic depth in both residual branches.
+    Block 0 begins with an additional norm, ln0. `gamma` is the initial value of γ1 and γ2, `drop_path` the rate of stochastic depth in
+    both residual branches.
     """
 
     def __init__(self, dim: int, layer: int, depth: int, *, post_norm: bool, gamma: float, drop_path: float):

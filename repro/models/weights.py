@@ -45,11 +45,10 @@ def save_weights(
 
     Args:
         path: the .safetensors file.
-        name: the model's registered name.
-        options: the keyword arguments besides the name that built it (JSON values).
+        name, options: the registered name, and the further keyword arguments (JSON values) that built the model.
         preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
         classes: class names in the order of the outputs.
-        task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest; None for a classifier.
+        task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
     """
     metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | ({"task": task} if task else {})
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
