@@ -60,7 +60,7 @@ class Backbone(OperatorModel):
     """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
 
     A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens implements `embed`,
-    `prefix_positions` and `class_feature`. One whose multiply-adds have a closed form implements `param_terms()` and
+    `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose multiply-adds have a closed form implements `param_terms()` and
     `mac_terms(image_size)`: named counts that add up to the model's parameters, and to the multiply-adds for one image;
     `repro.measure.flops` uses them in place of a counted forward pass.
 

@@ -272,14 +272,12 @@ def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     name, options = model.built_from
     require_same_architecture(checkpoint, name, options)
     state = checkpoint.read_state(options)
-    height, width = checkpoint.preprocessing["input_size"][-2:]
     try:
-        state = adapt_to_size(model, state, (height, width))
+        state = adapt_to_size(model, state, checkpoint.preprocessing["input_size"][-2:])
     except ValueError as error:
         raise UserError(f"{checkpoint.where}: {error}") from None
-    heads = ()
-    if checkpoint.num_classes != model.num_classes:
-        heads = tuple(f"{head}." for head in classifier_names(model.pretrained_cfg))
+    changed = checkpoint.num_classes != model.num_classes
+    heads = tuple(f"{head}." for head in classifier_names(model.pretrained_cfg)) if changed else ()
 
     def of_the_head(key: str) -> bool:
         return key.startswith(heads)
