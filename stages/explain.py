@@ -41,7 +41,7 @@ def command(
     from repro.data.cells import open_cell
     from repro.inference.classifier import load_classifier
     from repro.inference.explain import compare_probe, draw_map
-    from repro.inference.pictures import find_pictures
+    from repro.inference.predict import find_pictures
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)

@@ -1,4 +1,4 @@
-"""The figures of interpretability, as PNG files. Equal numbers give equal bytes."""
+"""The figures of interpretability: PNG files at `path`, with `caption` below the panels. Equal numbers give equal bytes."""
 
 import itertools
 import textwrap
@@ -25,11 +25,9 @@ def draw_gradients(
     """Fig. 3, 9 and 10: a row for each picture and state of the weights, with the maps of the layers, their mean, and marked tokens.
 
     Args:
-        path: the PNG file.
         pictures: (H,W,3) uint8, as the model sees them.
         maps: state of the weights -> gradient magnitudes (N,L,h,w), in the order of the rows.
         tops: state of the weights -> `all` and `later` -> masks (N,h,w), see `repro.explain.inner.mark_tokens`.
-        caption: text below the panels.
     """
     maps = {state: np.asarray(found) for state, found in maps.items()}
     layers = next(iter(maps.values())).shape[1]
@@ -62,11 +60,7 @@ def draw_gradients(
 def draw_fields(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str) -> None:
     """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
 
-    Args:
-        path: the PNG file.
-        fields: label -> contributions (H,W), or the reason why there are none.
-        shapes: label -> the field in numbers, for the fields that exist.
-        caption: text below the panels.
+    `fields` maps a label to contributions (H,W), or to the reason why there are none; `shapes` has the fields that exist in numbers.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
@@ -109,13 +103,7 @@ def draw_radial_profiles(path: Path, shapes: Mapping[str, FieldShape], even: tup
 
 
 def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
-    """Fig. 11: a panel for each layer, with a line for each state of the weights.
-
-    Args:
-        path: the PNG file.
-        losses: state of the weights -> (L,T).
-        caption: text below the panels.
-    """
+    """Fig. 11: a panel for each layer, with a line for each state of the weights; `losses` maps the state to (L,T)."""
     layers = len(next(iter(losses.values())))
     columns = min(4, layers)
     rows = -(-layers // columns)
@@ -152,8 +140,13 @@ def _hide_ticks(axes: Any) -> None:
 
 
 def _save(figure: Any, path: Path, caption: str) -> None:
+    figure.supxlabel(caption, fontsize=8, color="0.35")
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib as PNG, atomically and without a date."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure.supxlabel(caption, fontsize=8, color="0.35")
     with atomic(path) as temporary:
         FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

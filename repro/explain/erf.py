@@ -52,15 +52,9 @@ def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, f
 
 
 def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:
-    """The contributions of the pixels to the central position of a feature map.
+    """The contributions (H,W), in fp64, of the pixels of images (N,3,H,W) to the central position (h // 2, w // 2) of a feature map.
 
-    Args:
-        features: images (B,3,H,W) -> (B,C,h,w), where images do not affect each other; the central position is (h // 2, w // 2).
-        images: (N,3,H,W).
-        batch_size: images per backward pass.
-
-    Returns:
-        (H,W), fp64.
+    `features` maps images to (B,C,h,w), where images must not affect each other.
     """
     total = torch.zeros(images.shape[-2:], dtype=torch.float64, device=images.device)
     for part in images.split(batch_size):

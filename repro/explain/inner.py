@@ -1,29 +1,72 @@
-"""The inner learner made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10) and the reconstruction loss (Fig. 11)."""
+"""The inner learner observed and made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), the reconstruction loss (Fig. 11)."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.ttt_linear.reference import InnerLearning
 
 from ..models.backbone import Grid, remove_tokens
-from .operator import reduce_layers
+from ..models.ttt_mixer import Operands, replay_inner_learning
 
 TOP_SHARE = 0.3  # of the tokens, which the paper marks
+Run = Callable[[Operands], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
+
+
+class OverrideTTTLinear(TorchDispatchMode):
+    """Within the context, `replacement(operands, run)` computes the output of every call of TTT-Linear; only without gradients.
+
+    No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can intercept, as
+    FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
+    """
+
+    def __init__(self, replacement: Callable[[Operands, Run], Tensor]):
+        super().__init__()
+        self.replacement = replacement
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not torch.ops.vision_ttt.ttt_linear.default:
+            return func(*args, **(kwargs or {}))
+        count = len(Operands._fields)
+        out = self.replacement(Operands(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
+        return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
+
+
+@torch.no_grad()
+def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
+    """Run a model in eval mode on inputs (N,3,H,W), and reduce what the inner learners of each of its L layers did.
+
+    `reduce` maps the operands and the inner learning of a layer to (B, ...); the result is (N, L, ...).
+
+    Raises:
+        ValueError: the model never calls the operator.
+    """
+    layers: list[Tensor] = []
+
+    def note(operands: Operands, run: Run) -> Tensor:
+        layers.append(reduce(operands, replay_inner_learning(operands)))
+        return run(operands)
+
+    batches = []
+    for part in images.split(batch_size):
+        layers.clear()
+        with OverrideTTTLinear(note):
+            model(part)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")
+        batches.append(torch.stack(layers, 1))
+    return torch.cat(batches)
 
 
 def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
     """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at the start state W of its chunk, summed over heads and directions.
 
     ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖. The gradient G_t of the bias is left out, because Eq. 6
-    concerns W only.
-
-    Args:
-        model: a Vittt in eval mode.
-        images: its inputs (N,3,H,W).
-
-    Returns:
-        (N, L, h, w) for L layers, class tokens left out.
-
-    Raises:
-        ValueError: a model without an inner learner.
+    concerns W only. For inputs (N,3,H,W) of a Vittt in eval mode with L layers the maps are (N, L, h, w), class tokens left out;
+    another model is a ValueError.
     """
     found = reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
     grid = model.grid_of(*images.shape[-2:])
@@ -63,9 +106,7 @@ def mark_tokens(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
 def compute_reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:
     """ℓ_t = ½‖LN(K_t W + β) − (V_t − K_t)‖² at the start state of the token's chunk, averaged over heads and images.
 
-    Only the forward scan counts. Arguments and errors are those of `compute_gradient_maps`.
-
-    Returns:
-        (L, T) for L layers; tokens in scan order, with class tokens in their places.
+    Only the forward scan counts. For the inputs and errors of `compute_gradient_maps` the losses are (L, T), in scan order, with class
+    tokens in their places.
     """
     return reduce_layers(model, images, lambda operands, inner: inner.loss[:, :, 0].mean(-1)).mean(0)

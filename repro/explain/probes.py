@@ -13,19 +13,26 @@ from torch import Tensor
 
 from kernels.ttt_linear.reference import ttt_linear_dual
 
-from .operator import Operands, Run
+from ..models.ttt_mixer import Operands
+from .inner import Run
 
 KNOWN = "steps=K, ascent, q_is_k"
-# what Liu et al. report
-REPORTED = {
-    "steps": "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)",
-    "ascent": "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), both trained that way; we do not retrain",
-    "q_is_k": "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), both trained that way; we do not retrain",
+# kind -> what it changes beside the number of steps, and what Liu et al. report
+_KINDS: dict[str, tuple[Callable[[Operands], Operands], str]] = {
+    "steps": (lambda o: o, "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)"),
+    "ascent": (
+        lambda o: o._replace(lr=-o.lr),
+        "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), both trained that way; we do not retrain",
+    ),
+    "q_is_k": (
+        lambda o: o._replace(q=o.k),
+        "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), both trained that way; we do not retrain",
+    ),
 }
 
 
 class Probe:
-    """A replacement for `repro.explain.operator.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
+    """A replacement for `repro.explain.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
 
     Args:
         name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (also
@@ -37,15 +44,10 @@ class Probe:
 
     def __init__(self, name: str):
         kind, _, count = name.partition("=")
-        if kind not in REPORTED or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
+        if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
             raise ValueError(f"{name}: no such probe; known: {KNOWN}")
-        self.reported = REPORTED[kind]
-        self.steps = int(count) if kind == "steps" else 1
-        self._change: Callable[[Operands], Operands] = {
-            "steps": lambda o: o,
-            "ascent": lambda o: o._replace(lr=-o.lr),
-            "q_is_k": lambda o: o._replace(q=o.k),
-        }[kind]
+        self.steps = int(count or 1)
+        self._change, self.reported = _KINDS[kind]
         self._before = self._after = self._count = 0.0
 
     def __call__(self, operands: Operands, run: Run) -> Tensor:
@@ -56,11 +58,7 @@ class Probe:
         return out
 
     def inner_losses(self) -> tuple[float, float]:
-        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far.
-
-        Raises:
-            ValueError: there was no call.
-        """
+        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far; without any, a ValueError."""
         if not self._count:
             raise ValueError("the model has no inner learner of Vision-TTT")
         return self._before / self._count, self._after / self._count

@@ -1,19 +1,17 @@
 """A trained classifier on its device, with the transform that its images need: what every use of one shares."""
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
+from ..core.errors import UserError
 from ..core.runtime import torch_dtype
 from ..core.ui import Progress
 from ..data.classification import ImageFolder, ToInput, eval_transform
 from ..data.loader import EvalLoader
-from ..data.pixels import read_pixels
 from ..data.settings import TransformSettings
 from ..data.tree import Tree
 from ..models.checkpoints import Checkpoint
@@ -22,32 +20,17 @@ from ..tasks.classification.task import accuracy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A classifier in eval mode, without gradients for its parameters.
+    """A classifier in eval mode, without gradients for its parameters."""
 
-    Args:
-        checkpoint: where its weights come from.
-        model: inputs (B, 3, S, S) -> logits (B, num_classes).
-        transform: how an image becomes an input.
-        device: where the model is.
-    """
-
-    checkpoint: Checkpoint
-    model: nn.Module
-    transform: TransformSettings
+    checkpoint: Checkpoint  # where its weights come from
+    model: nn.Module  # inputs (B, 3, S, S) -> logits (B, num_classes)
+    transform: TransformSettings  # how an image becomes an input
     device: torch.device
 
     @property
     def name(self) -> str:
         """What records call the model."""
         return self.checkpoint.name
-
-    def read_picture(self, path: Path) -> Tensor:
-        """A picture as the model sees it: resized and cropped, uint8 (3, S, S).
-
-        Raises:
-            UserError: the picture cannot be read.
-        """
-        return torch.as_tensor(eval_transform(self.transform)(Image.fromarray(read_pixels(path))))
 
     def read_images(self, tree: Tree) -> Tensor:
         """The validation images of a tree as the model sees them: uint8 (N, 3, S, S)."""
@@ -63,17 +46,11 @@ class Classifier:
     ) -> dict[str, float]:
         """`top1_percent`, `top5_percent`, `val_loss` and `val_images` over the validation split of a tree.
 
-        Args:
-            tree: the data set.
-            batch_size: images per forward pass.
-            workers: processes that read images.
-            dtype: `bf16` and `fp16` run under autocast.
-            progress: is updated with the number of finished images.
+        `workers` processes read the images; `bf16` and `fp16` run under autocast; `progress` is told the number of finished images.
         """
         loader = EvalLoader(self._dataset(tree), batch_size=batch_size, workers=workers, device=self.device)
-        autocast = torch.autocast(self.device.type, dtype=torch_dtype(dtype), enabled=dtype != "fp32")
         try:
-            with autocast:
+            with torch.autocast(self.device.type, dtype=torch_dtype(dtype), enabled=dtype != "fp32"):
                 return accuracy(self.model, _report_progress(loader, progress), ToInput(self.transform, self.device))
         finally:
             loader.close()
@@ -83,14 +60,17 @@ class Classifier:
 
 
 def load_classifier(checkpoint: Checkpoint, device: torch.device, image_size: int | None = None) -> Classifier:
-    """Build a classifier from its checkpoint, for the image size of its training or another side in pixels.
-
-    Raises:
-        UserError, RunError: see `Checkpoint.build`.
-    """
+    """Build a classifier, for the image size of its training or another side in pixels; raises as `Checkpoint.build`."""
     model = checkpoint.require_classifier().build(image_size).to(device).requires_grad_(False)
     transform = TransformSettings.from_preprocessing(checkpoint.preprocessing, image_size)
     return Classifier(checkpoint=checkpoint, model=model, transform=transform, device=device)
+
+
+def require_same_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
+    """Raise a UserError if the weights name other classes than the data set of this name has."""
+    if checkpoint.classes is not None and checkpoint.classes != tuple(classes):
+        theirs = len(checkpoint.classes)
+        raise UserError(f"{checkpoint.path}: was trained on other classes ({theirs}) than {data} has ({len(classes)})")
 
 
 def subsample_val(tree: Tree, count: int, seed: int) -> Tree:

@@ -14,16 +14,17 @@ import torch
 from ..core.csvfile import write_csv
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
-from ..core.record import atomic, make_identity, write_record
+from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
 from ..core.ui import Progress
 from ..data.cells import DataCell, open_cell
 from ..data.kinds import IMAGENET_1K
 from ..data.tree import Tree
+from ..explain.draw import save_figure
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import family_module, kernel_backend
-from .classifier import Classifier, load_classifier, subsample_val
+from .classifier import Classifier, load_classifier, require_same_classes, subsample_val
 from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
@@ -42,11 +43,8 @@ def evaluate(
     dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several models fails, a line
     on stderr says so and the others are evaluated.
 
-    Args:
-        data: a cell of `prepare_data`.
-        request: see `EvaluateRequest`.
-        find_models: the models of the paper's table, for `request.table1`.
-        find_printed: the accuracy that the paper prints for a model, which is shown beside a full score.
+    `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and `find_printed` the
+    accuracy that the paper prints for a model, which is shown beside a full score.
 
     Raises:
         UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.
@@ -78,11 +76,7 @@ def evaluate(
 
 
 def check_limit(limit: int, val_images: int) -> None:
-    """Refuse a limit that is none, or whose score would look like a full one.
-
-    Raises:
-        UserError: naming the limit.
-    """
+    """Raise a UserError for a limit that is none, or whose score would look like a full one."""
     if limit >= val_images:
         raise UserError(f"evaluate: --limit {limit}: the validation split has {val_images} images; leave out --limit to use all of them")
     if limit == IMAGENET_1K.val:  # reports recognise a full score by this number
@@ -102,16 +96,11 @@ def _find_subjects(
     else:
         found = [(open_weights(None, model=name), None) for name in request.models]
     for checkpoint, size in found:
-        _check_classes(checkpoint, classes, data)
+        require_same_classes(checkpoint, classes, data)
+        if checkpoint.num_classes not in (None, len(classes)):
+            where = checkpoint.path or ".".join(filter(None, (checkpoint.model, checkpoint.facts["weights_tag"])))
+            raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
         yield checkpoint, request.image_sizes or (size or checkpoint.image_size,)
-
-
-def _check_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
-    where = checkpoint.path or (checkpoint.facts.get("weights_tag") and f"{checkpoint.model}.{checkpoint.facts['weights_tag']}")
-    if checkpoint.classes is not None and checkpoint.classes != tuple(classes):
-        raise UserError(f"{where}: was trained on other classes ({checkpoint.num_classes}) than {data} has ({len(classes)})")
-    if checkpoint.num_classes not in (None, len(classes)):
-        raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,16 +145,8 @@ class _Evaluation:
             )
         if not math.isfinite(scores["val_loss"]):
             raise RunError(f"{classifier.name} at {size}: logits are not finite in {request.dtype}; use --dtype fp32 or bf16")
-        metrics = {
-            **scores,
-            "model": checkpoint.name,
-            "data": self.cell.name,
-            "kind": self.cell.kind,
-            "weights_hash": checkpoint.hash,
-            **checkpoint.facts,
-            "image_size": size,
-            "train_image_size": checkpoint.image_size,
-        }
+        metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "weights_hash": checkpoint.hash}
+        metrics |= {**checkpoint.facts, "image_size": size, "train_image_size": checkpoint.image_size}
         if request.limit is not None:
             metrics |= {"limit": request.limit, "limit_seed": LIMIT_SEED}
         identity = make_identity(
@@ -203,14 +184,10 @@ def _one_line_errors(name: str, size: int) -> Iterator[None]:
 
 
 def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, with the size of the training marked).
+    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, with the size of the training marked) into a folder.
 
-    Args:
-        folder: of both files.
-        rows: metrics of evaluations of one model.
-        title: which model and data, for the figure.
+    `rows` are the metrics of evaluations of one model; `title` says which model and data.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = sorted(rows, key=lambda row: row["image_size"])
@@ -226,5 +203,4 @@ def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> Non
     axes.set_xticks(sorted({*sizes, trained}))
     axes.grid(alpha=0.3)
     axes.legend()
-    with atomic(folder / "curve.png") as temporary:
-        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})
+    save_figure(figure, folder / "curve.png")

@@ -13,12 +13,14 @@ from torch import Tensor
 from ..core.errors import UserError
 from ..core.runtime import device_label
 from ..data.cells import DataCell
+from ..data.classification import eval_transform
+from ..data.pixels import read_pixels
 from ..data.tree import Tree
 from ..explain import draw, erf, inner
-from ..explain.operator import OverrideTTTLinear
+from ..explain.inner import OverrideTTTLinear
 from ..explain.probes import Probe
 from ..models.checkpoints import open_weights
-from .classifier import Classifier, load_classifier
+from .classifier import Classifier, load_classifier, require_same_classes
 
 BATCH_SIZE = 64
 Map = Literal["gmm", "erf", "reconstruction"]
@@ -42,8 +44,7 @@ def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Pat
     `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over the pictures.
 
     Raises:
-        UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have; nothing is
-            written then.
+        UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have.
     """
     if output.suffix.lower() != ".png":
         raise UserError(f"{output}: the figure is a PNG file; end its name in .png")
@@ -88,7 +89,8 @@ def _draw_inner_map(classifier: Classifier, images: Tensor, inputs: Tensor, map:
 
 
 def _read_picture(classifier: Classifier, path: Path) -> Tensor:
-    seen = classifier.read_picture(path)
+    """A picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
+    seen = torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path))))
     with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # warns of large pictures, which were read already
         frames = getattr(image, "n_frames", 1)
     if frames > 1:
@@ -99,8 +101,7 @@ def _read_picture(classifier: Classifier, path: Path) -> Tensor:
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], str]:
     """`top1_percent`, `val_images` and the inner losses over a validation split with a changed inner loop; and what others report.
 
-    Raises:
-        UserError: an unknown probe, or a model without an inner learner.
+    An unknown probe, or a model without an inner learner, is a UserError.
     """
     try:
         probe = Probe(name)
@@ -114,15 +115,12 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tu
 
 
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: int) -> None:
-    """Print a model's accuracy and inner losses on a validation split, unchanged and with a probe.
+    """Print a model's accuracy and inner losses on a validation split, unchanged and with a probe; raises as `run_probe`.
 
-    Raises:
-        UserError: an unknown probe, a model without an inner learner, or data with other classes than the model's.
+    Data with other classes than the model's are a UserError, too.
     """
-    tree, classes = cell.open_tree(), classifier.checkpoint.classes
-    if classes is not None and classes != tuple(tree.classes):
-        where = classifier.checkpoint.path
-        raise UserError(f"{where}: was trained on other classes ({len(classes)}) than {cell.name} has ({len(tree.classes)})")
+    tree = cell.open_tree()
+    require_same_classes(classifier.checkpoint, tree.classes, cell.name)
     found, reported = run_probe(classifier, tree, name, workers)
     unchanged, _ = run_probe(classifier, tree, "steps=1", workers)
     before, after = unchanged["top1_percent"], found["top1_percent"]

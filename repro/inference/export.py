@@ -39,9 +39,8 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
 
     Args:
         weights: a file of a classifier of this project.
-        format: what to write.
-        output: where to write it; by default <model>_<size> in the working directory.
-        image_size: side S in pixels that the file is for, by default that of the training.
+        output: by default <model>_<size> in the working directory.
+        image_size: side S in pixels, by default that of the training.
         verify: read the file back with its own runtime and compare the logits.
 
     Raises:
@@ -60,13 +59,8 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
     if path.exists():
         raise UserError(f"{path}: already exists; remove it, or choose another name with -o")
     model = _build(checkpoint, size)
-    facts = {
-        "model": checkpoint.model,
-        "options": dict(checkpoint.options),
-        "classes": list(checkpoint.classes),
-        **_find_origin(checkpoint),
-    }
-    facts["preprocessing"] = {**checkpoint.preprocessing, "input_size": [3, size, size]}
+    facts = {"model": checkpoint.model, "options": dict(checkpoint.options), "classes": list(checkpoint.classes)}
+    facts |= _find_origin(checkpoint) | {"preprocessing": {**checkpoint.preprocessing, "input_size": [3, size, size]}}
     write = {"safetensors": _write_timm, "onnx": _write_onnx, "torch_export": _write_torch_export}[format]
     with (_new_folder if format == "safetensors" else atomic)(path) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters warn about their own code
@@ -91,14 +85,10 @@ def _find_origin(checkpoint: Checkpoint) -> dict[str, Any]:
     path = checkpoint.path.with_name("metrics.json")
     record = read_json(path) if path.is_file() else {"metrics": {}}
     if record["metrics"].get("weights_hash") != checkpoint.hash:
-        return {
-            "weights_hash": checkpoint.hash,
-            "commit": None,
-            "params_hash": None,
-            "reason": "no record of these weights lay beside them",
-        }
-    identity = record["identity"]
-    return {"weights_hash": checkpoint.hash, "commit": identity["parent_commit"], "params_hash": identity["params_hash"]}
+        origin = {"commit": None, "params_hash": None, "reason": "no record of these weights lay beside them"}
+    else:
+        origin = {"commit": record["identity"]["parent_commit"], "params_hash": record["identity"]["params_hash"]}
+    return {"weights_hash": checkpoint.hash, **origin}
 
 
 @contextlib.contextmanager

@@ -11,18 +11,7 @@ from ..data.settings import TransformSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """Which weights to evaluate, and how; the fields are the options of `repro evaluate`.
-
-    Args:
-        weights: a file of weights.
-        models: registered names; with `weights`, at most the one that the file belongs to.
-        pretrained: evaluate the weights of `models` that timm publishes.
-        table1: evaluate all models of the paper's Table 1 with published weights.
-        image_sizes: sides in pixels; by default that of the training.
-        batch_size: images per forward pass.
-        limit: evaluate only so many images.
-        dtype: `bf16` and `fp16` run under autocast.
-    """
+    """Which weights to evaluate, and how: the options of `repro evaluate`, whose help explains them."""
 
     weights: Path | None = None
     models: tuple[str, ...] = ()
@@ -34,11 +23,7 @@ class EvaluateRequest:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
     def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            UserError: naming the options.
-        """
+        """Raise a UserError about options that contradict each other."""
         if self.weights is not None and self.pretrained:
             raise UserError("evaluate: --weights and --pretrained name two sets of weights; give one of them")
         if self.table1 and (self.weights is not None or self.models):

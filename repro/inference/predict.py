@@ -14,10 +14,10 @@ from ..core.record import atomic, write_json
 from ..core.runtime import choose_device, load_runtime
 from ..core.ui import print_table
 from ..data.pixels import read_pixels
+from ..data.tree import EXTENSIONS
 from ..models.checkpoints import open_weights
 from ..models.weights import is_foreign
 from ..tasks import load_tasks
-from .pictures import find_pictures
 
 
 def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
@@ -25,8 +25,7 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
 
     Args:
         given: pictures and folders of pictures.
-        weights: a file of this project.
-        task: the task that the weights must be of, or None.
+        weights: a file of this project, for `task` where that is not None.
         output: the folder for drawings.
         json: the file for the predictions; None writes those of detection and segmentation to <output>/predictions.json.
         min_score: detections below are not drawn.
@@ -64,14 +63,34 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
     target = json or (output / "predictions.json" if predictor.draws else None)
     if target and found:
         write_json(target, {"weights": weights.name, "model": checkpoint.model, "task": own_task, "pictures": found})
-        print(
-            f"{len(found)} picture{'s' if len(found) > 1 else ''} {'drawn in' if predictor.draws else 'in'} {output if predictor.draws else target}"
-        )
+        where = f"drawn in {output}" if predictor.draws else f"in {target}"
+        print(f"{len(found)} picture{'s' if len(found) > 1 else ''} {where}")
     if len(unread) > 1:
         print("\n".join(f"repro: {error}" for error in unread), file=sys.stderr)
         raise UserError(f"predict: {len(unread)} of {len(files)} pictures could not be read")
     if unread:
         raise unread[0]
+
+
+def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
+    """The given files, and the pictures in the given folders.
+
+    With `unique_names`, two pictures whose names differ only by folder or suffix are refused, for results in files of these names.
+
+    Raises:
+        UserError: a folder without pictures, or names that are not unique.
+    """
+    files = []
+    for path in given:
+        inside = sorted(each for each in path.iterdir() if each.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(f"{path}: holds no picture ({', '.join(EXTENSIONS)})")
+        files += inside
+    stems = [path.stem for path in files]
+    repeated = next((path for path in files if unique_names and stems.count(path.stem) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{repeated}: another picture is also named {repeated.stem}, and one result would replace the other; rename one")
+    return files
 
 
 def _read(files: list[Path], prepare: Callable[[Any], Any], unread: list[UserError]) -> Iterator[tuple[Path, Any]]:

@@ -12,20 +12,19 @@ grids of strides 8, 16 and 32, M heads, L levels, P points.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath
-from timm.models import checkpoint
+from timm.layers import DropPath, LayerScale
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from kernels.ms_deform_attn import ms_deform_attn, selected_backend
 
-from .backbone import Grid, PlainBackbone, insert_tokens, remove_tokens
-from .plain_vit import ClasslessViT, PlainViT
+from .backbone import Grid, OperatorModel, PlainBackbone, insert_tokens, remove_tokens, resample_positions, run_block
 
 EPS = 1e-6
 INTERACTIONS = 4
@@ -37,21 +36,13 @@ Features = Literal["last", "each"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSize:
-    """Hyper-parameters that depend on the backbone's width D.
+    """Hyper-parameters that depend on the backbone's width D."""
 
-    Args:
-        num_heads: heads M of every deformable attention.
-        value_ratio: width of its values as a multiple of D.
-        prior_channels: channels of the spatial prior's stem.
-        num_points: points P that each head of a query samples on each level.
-        ffn_ratio: hidden width of the convolutional FFN as a multiple of D.
-    """
-
-    num_heads: int
-    value_ratio: float = 1.0
-    prior_channels: int = 64
-    num_points: int = 4
-    ffn_ratio: float = 0.25
+    num_heads: int  # heads M of every deformable attention
+    value_ratio: float = 1.0  # width of its values as a multiple of D
+    prior_channels: int = 64  # of the spatial prior's stem
+    num_points: int = 4  # points P that each head of a query samples on each level
+    ffn_ratio: float = 0.25  # hidden width of the convolutional FFN as a multiple of D
 
 
 SIZES = {
@@ -74,15 +65,8 @@ def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
 class DeformableAttention(nn.Module):
     """Each head of a query sums P bilinear samples of every level around the query's reference point; see `kernels.ms_deform_attn`.
 
-    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query.
-
-    Args:
-        dim: width D of queries and values.
-        num_levels: number L of maps in the values.
-        size: heads M, points P and the width of the projected values.
-
-    Raises:
-        ValueError: the width of the values is not a multiple of the number of heads.
+    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query. The
+    width of the values must be a multiple of the number of heads.
     """
 
     def __init__(self, dim: int, num_levels: int, size: AdapterSize):
@@ -192,8 +176,90 @@ class SpatialPrior(nn.Module):
         return maps
 
 
-class ViTAdapter(nn.Module):
-    """A plain backbone with its adapter, as a `repro.models.pyramid.Pyramid`: four maps, all of the backbone's width.
+class Pyramid(OperatorModel):
+    """Images (B, 3, H, W) -> four maps (B, channels[i], H/strides[i], W/strides[i]), of strides 4, 8, 16 and 32.
+
+    Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom. Detectors and segmenters
+    use nothing else of a backbone. `built_from` is the registered name of the backbone and the options it was built with. `trunk` is
+    the module whose state dict has the names of the backbone's weights, `trunk_name` its name within the pyramid. A subclass sets
+    `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns
+    for layer-wise decay, with the name (dot included) that the pyramid has within a larger model as `prefix`.
+
+    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass through it.
+    """
+
+    channels: tuple[int, ...]
+    strides = STRIDES
+    built_from: tuple[str, dict[str, Any]] | None = None
+    trunk_name = "backbone"
+
+    def __init__(self, backbone: nn.Module, freeze_backbone: bool):
+        super().__init__()
+        self.freeze_backbone = freeze_backbone
+        self.backbone = backbone.requires_grad_(not freeze_backbone)
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The backbone, or timm's ViT inside it."""
+        return self.get_submodule(self.trunk_name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode as nn.Module does, except that a frozen backbone stays in eval mode."""
+        super().train(mode)
+        if self.freeze_backbone:
+            self.backbone.eval()
+        return self
+
+    def is_added(self, key: str) -> bool:
+        """Whether a key of the trunk belongs to a part that the pyramid may add to the backbone."""
+        return False
+
+
+class ClasslessViT(nn.Module):
+    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, and with a layer scale, initially 1, on every branch. Takes any image size.
+
+    timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has the length of
+    the pretrained one, and the model the number of parameters that the papers report.
+
+    `model`, which is changed in place, has at most a class token; register tokens or no position embedding are a ValueError.
+    """
+
+    def __init__(self, model: VisionTransformer):
+        super().__init__()
+        if model.num_reg_tokens or model.pos_embed is None:
+            raise ValueError("a ViT with register tokens or without a position embedding cannot be the backbone of a ViT-Adapter")
+        self.model = model
+        self.embed_dim, self.patch_size = model.embed_dim, model.patch_embed.patch_size[0]
+        model.cls_token = None
+        for block in model.blocks:
+            for name in ("ls1", "ls2"):
+                if isinstance(getattr(block, name), nn.Identity):
+                    setattr(block, name, LayerScale(model.embed_dim, init_values=1.0))
+
+    @property
+    def blocks(self) -> list[Callable[[Tensor, Grid], Tensor]]:
+        """timm's blocks; their global attention ignores the grid."""
+        return [lambda tokens, grid, block=block: block(tokens) for block in self.model.blocks]
+
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm."""
+        return self.model.norm
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled for other grids than the built one, and the grid."""
+        patches = self.model.patch_embed.proj(x)
+        grid, built = tuple(patches.shape[-2:]), self.model.patch_embed.grid_size
+        positions = resample_positions(self.model.pos_embed[:, -built[0] * built[1] :], built, grid)
+        return self.model.norm_pre(self.model.pos_drop(patches.flatten(2).mT + positions)), grid
+
+    def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
+        """Empty: there are no class tokens."""
+        return ()
+
+
+class ViTAdapter(Pyramid):
+    """A plain backbone with its adapter: four maps, all of the backbone's width.
 
     The backbone's norm and head, which follow its blocks, are removed. The prior's tokens c give the maps of strides 8, 16 and 32;
     the one of stride 8, upsampled and added to the prior's first map, gives that of stride 4. To each map the resized patch tokens
@@ -204,15 +270,12 @@ class ViTAdapter(nn.Module):
         features: which patch tokens are added: `last`, those after the last block, to every map (detection); `each`, those after
             each of the four interactions, to one map each (segmentation).
         drop_path_rate: of every extractor's FFN; the backbone's blocks have their own.
-        freeze_backbone: do not train the backbone, and keep it in eval mode; gradients still pass through it.
+        freeze_backbone: see `Pyramid`.
         size: hyper-parameters; the default is the entry of SIZES for the backbone's width.
 
     Raises:
         ValueError: a backbone that does not fit, or whose width is not in SIZES while `size` is None.
     """
-
-    strides = STRIDES
-    built_from: tuple[str, dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -223,7 +286,6 @@ class ViTAdapter(nn.Module):
         freeze_backbone: bool = False,
         size: AdapterSize | None = None,
     ):
-        super().__init__()
         dim, depth = backbone.embed_dim, len(backbone.blocks)
         size = size or SIZES.get(dim)
         if size is None:
@@ -233,11 +295,12 @@ class ViTAdapter(nn.Module):
             raise ValueError(f"an adapter needs patches of 16 pixels and a multiple of 4 blocks; {found}")
         if features not in ("last", "each"):
             raise ValueError(f"features {features!r} is not one of last, each")
+        super().__init__(backbone, freeze_backbone)
         self.channels = (dim,) * len(STRIDES)
-        self.embed_dim, self.depth, self.features, self.freeze_backbone = dim, depth, features, freeze_backbone
+        self.embed_dim, self.depth, self.features = dim, depth, features
         self.grad_checkpointing = False
-        self.backbone = backbone.requires_grad_(not freeze_backbone)
-        self.trunk_name = "backbone.model" if isinstance(backbone, PlainViT) else "backbone"
+        if isinstance(backbone, ClasslessViT):
+            self.trunk_name = "backbone.model"
         self.trunk.norm = nn.Identity()
         self.trunk.reset_classifier(0)
         self.prior = SpatialPrior(dim, size.prior_channels)
@@ -257,23 +320,17 @@ class ViTAdapter(nn.Module):
             elif isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
                 fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
                 nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
-            if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)) and module.bias is not None:
+            else:
+                continue
+            if module.bias is not None:
                 nn.init.zeros_(module.bias)
         for module in own:
             if isinstance(module, DeformableAttention):
                 module.init_weights()
         nn.init.normal_(self.level_embed)
 
-    @property
-    def trunk(self) -> nn.Module:
-        """The module whose state dict has the names of the backbone's weights: the backbone, or timm's ViT inside it."""
-        return self.get_submodule(self.trunk_name)
-
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) -> (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16), (B, D, H/32, W/32).
-
-        Images whose sides are not multiples of 32 are first padded; see `pad_to_stride`.
-        """
+        """(B, 3, H, W) -> (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16), (B, D, H/32, W/32)."""
         images = pad_to_stride(images)
         finest, *levels = self.prior(images)
         grids = [tuple(level.shape[-2:]) for level in levels]
@@ -298,43 +355,18 @@ class ViTAdapter(nn.Module):
             patches = injector(remove_tokens(tokens, positions), centres, c, grids)
             tokens = insert_tokens(patches, tokens[:, list(positions)], positions)
             for block in blocks[i * step : (i + 1) * step]:
-                if self.grad_checkpointing and torch.is_grad_enabled():
-                    tokens = checkpoint(block, tokens, grid)
-                else:
-                    tokens = block(tokens, grid)
+                tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
             taken.append(remove_tokens(tokens, positions))
             for extractor in self.extractors[i : i + 1] if i < INTERACTIONS - 1 else self.extractors[i:]:
                 c = extractor(c, prior_centres, taken[-1], grid, grids)
         return c, taken if self.features == "each" else taken[-1:] * INTERACTIONS
 
-    def train(self, mode: bool = True) -> "ViTAdapter":
-        """Set training mode as nn.Module does, except that a frozen backbone stays in eval mode."""
-        super().train(mode)
-        if self.freeze_backbone:
-            self.backbone.eval()
-        return self
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block of the backbone in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
 
-    def set_backend(self, backend: str) -> None:
-        """Choose the implementation of this project's operators for all layers of backbone and adapter; see `kernels`."""
-        for layer in self._operator_layers():
-            layer.backend = backend
-
-    def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the operators that runs here for activations of `dtype`; several are joined by `+`."""
-        return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()}))
-
-    def _operator_layers(self) -> list[nn.Module]:
-        return [module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")]
-
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """Patterns for timm's layer-wise decay: embeddings are layer 0, block i is layer i + 1, everything else is the last layer.
-
-        Within a larger model, `prefix` is the adapter's name there, dot included.
-        """
+        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, everything else is the last layer."""
         backbone = rf"^{re.escape(prefix)}backbone\.(?:model\.)?"
         return {"stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})", "blocks": [(rf"{backbone}blocks\.(\d+)", None)]}
 
@@ -350,7 +382,7 @@ class ViTAdapter(nn.Module):
         return key.startswith(("norm.", "fc_norm.", "head.")) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
 
     def is_added(self, key: str) -> bool:
-        """Whether a key of the trunk belongs to a part that the adapter may add to the backbone: a ViT's layer scales."""
+        """As `Pyramid.is_added`: a ViT's layer scales."""
         return isinstance(self.backbone, ClasslessViT) and re.search(r"\.ls[12]\.gamma$", key) is not None
 
 

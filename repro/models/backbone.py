@@ -4,13 +4,14 @@ A family adds its blocks, its final norm, its embeddings and its class feature. 
 into a grid of patches, returning features from between the blocks, replacing the head, and recomputing blocks in the backward pass.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs
+import torch.nn.functional as F
+from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -36,23 +37,40 @@ class PlainBackbone(Protocol):
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]: ...
 
 
-class Backbone(nn.Module):
+class OperatorModel(nn.Module):
+    """A model in which layers may run operators of this project; such a layer has `backend` and `selected_backend(dtype)`."""
+
+    def set_backend(self, backend: str) -> None:
+        """Choose the implementation of the operators for every layer; see `kernels`."""
+        for layer in self._operator_layers():
+            layer.backend = backend
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation that runs on this model's device, at the image size it is built for, for activations of `dtype`.
+
+        Several are joined by `+`; `torch` for a model without such layers.
+        """
+        return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()})) or "torch"
+
+    def _operator_layers(self) -> list[nn.Module]:
+        return [module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")]
+
+
+class Backbone(OperatorModel):
     """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
 
-    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`, and implements `embed` and `class_feature`. A
-    subclass with class tokens also implements `prefix_positions`. A subclass whose multiply-adds have a closed form implements
-    `param_terms()` and `mac_terms(image_size)`: named counts that add up to the model's parameters, and to the multiply-adds for
-    one image; `repro.measure.flops` uses them in place of a counted forward pass.
+    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens implements `embed`,
+    `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose multiply-adds have a closed form
+    implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to the model's parameters, and to the
+    multiply-adds for one image; `repro.measure.flops` uses them in place of a counted forward pass.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
         patch_size: side of a patch in pixels; height and width of every image must be multiples of it.
-        in_chans: channels of the image.
+        in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the head.
         num_classes: outputs of the head; 0 builds no head.
-        embed_dim: width D.
-        depth: number of blocks.
         pool: the strategy that makes the class feature, which timm calls `global_pool`.
-        drop_rate: dropout before the head.
+        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly from 0 to it.
     """
 
     blocks: nn.ModuleList
@@ -60,20 +78,22 @@ class Backbone(nn.Module):
 
     def __init__(
         self,
-        img_size: int | Grid,
-        patch_size: int,
-        in_chans: int,
-        num_classes: int,
-        embed_dim: int,
-        depth: int,
+        img_size: int | Grid = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 192,
+        depth: int = 12,
         *,
-        pool: str,
-        drop_rate: float,
+        pool: str = "mean",
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
     ):
         super().__init__()
         self.img_size, self.patch_size, self.num_classes = to_2tuple(img_size), patch_size, num_classes
         self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
         self.depth, self.pool = depth, pool
+        self.drop_path_rates = calculate_drop_path_rates(drop_path_rate, depth)
         self.grad_checkpointing = False
         self.grid_size = self.grid_of(*self.img_size)
         self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
@@ -82,28 +102,20 @@ class Backbone(nn.Module):
         self.feature_info = [{"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an image of height x width pixels.
-
-        Raises:
-            ValueError: height or width is not a positive multiple of the patch size.
-        """
+        """Rows and columns of patches in an image, whose height and width in pixels must be multiples of the patch size (ValueError)."""
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
             raise ValueError(f"image size {height}x{width}: height and width must be positive multiples of the patch size {p}")
         return height // p, width // p
 
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) for the first block, and the (h, w) grid of the patches.
-
-        Raises:
-            ValueError: H or W is not a multiple of the patch size.
-        """
-        raise NotImplementedError
-
     def patches(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the same error as `embed`."""
+        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the error of `grid_of`."""
         grid = self.grid_of(*x.shape[-2:])
         return self.patch_embed(x).flatten(2).transpose(1, 2), grid
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> tokens (B, T, D) for the first block, and the (h, w) grid of the patches; raises as `patches`."""
+        return self.patches(x)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
         """Positions of the class tokens in the token sequence, ascending; empty for a family without class tokens."""
@@ -111,13 +123,13 @@ class Backbone(nn.Module):
 
     def class_feature(self, tokens: Tensor) -> Tensor:
         """Normalised tokens (B, T, D) -> class feature (B, D)."""
-        raise NotImplementedError
+        return tokens.mean(dim=1)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Image (B, C, H, W) -> tokens (B, T, D) after the final norm, with class tokens at `prefix_positions`."""
         tokens, grid = self.embed(x)
         for block in self.blocks:
-            tokens = self._run_block(block, tokens, grid)
+            tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
         return self.norm(tokens)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -138,18 +150,13 @@ class Backbone(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Patch tokens after selected blocks, as timm's feature interface defines it.
+        """Patch tokens after selected blocks, as timm's feature interface defines it; class tokens are left out.
 
-        Args:
-            x: image (B, C, H, W).
-            indices: an int selects the last n blocks, None all blocks, a list the blocks with these indices.
-            norm: apply the final norm to the intermediates.
-            stop_early: skip the blocks after the last selected one.
-            output_fmt: `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D); class tokens are left out.
-            intermediates_only: return the intermediates without the final tokens.
+        `indices` are the last n blocks (an int), all (None) or those of a list; `norm` applies the final norm to them too; `stop_early`
+        skips the blocks after the last selected one; `output_fmt` is `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D).
 
         Returns:
-            The intermediates, or (final tokens as `forward_features` returns them, intermediates).
+            The intermediates if `intermediates_only`, else (final tokens as `forward_features` returns them, intermediates).
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
@@ -158,7 +165,7 @@ class Backbone(nn.Module):
         positions = self.prefix_positions(grid[0] * grid[1])
         intermediates = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            tokens = self._run_block(block, tokens, grid)
+            tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
             if i in take:
                 patches = remove_tokens(self.norm(tokens) if norm else tokens, positions)
                 intermediates.append(patches.transpose(1, 2).unflatten(2, grid).contiguous() if output_fmt == "NCHW" else patches)
@@ -174,21 +181,6 @@ class Backbone(nn.Module):
             self.reset_classifier(0)
         return take
 
-    def set_backend(self, backend: str) -> None:
-        """Choose the implementation of this project's operator for every layer, see `kernels`; no effect on families in plain PyTorch."""
-        for layer in self._operator_layers():
-            layer.backend = backend
-
-    def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the operator that runs on this model's device, at its own image size, for activations of `dtype`.
-
-        `torch` for a family in plain PyTorch.
-        """
-        return next((layer.selected_backend(dtype) for layer in self._operator_layers()), "torch")
-
-    def _operator_layers(self) -> list[nn.Module]:
-        return [module for module in self.blocks.modules() if hasattr(module, "selected_backend")]
-
     def get_classifier(self) -> nn.Module:
         """The head."""
         return self.head
@@ -201,23 +193,33 @@ class Backbone(nn.Module):
         device, dtype = self.patch_embed.weight.device, self.patch_embed.weight.dtype
         self.head = nn.Linear(self.embed_dim, num_classes, device=device, dtype=dtype) if num_classes else nn.Identity()
         if num_classes:
-            nn.init.trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
+            init_linear(self.head)
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
         return {"stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
-    def _run_block(self, block: nn.Module, tokens: Tensor, grid: Grid) -> Tensor:
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, tokens, grid)
-        return block(tokens, grid)
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
+        return set()
+
+
+def run_block(block: Callable[[Tensor, Grid], Tensor], tokens: Tensor, grid: Grid, *, recompute: bool) -> Tensor:
+    """The block's tokens; with `recompute`, its activations are not kept for the backward pass."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(block, tokens, grid)
+    return block(tokens, grid)
+
+
+def init_linear(linear: nn.Linear) -> None:
+    """Weights trunc_normal with deviation 0.02, biases 0."""
+    nn.init.trunc_normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
 def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
@@ -237,27 +239,36 @@ def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> 
     return torch.cat([*pieces, tokens[:, done:]], dim=1) if positions else tokens
 
 
+def resample_positions(embedding: Tensor, before: Grid, after: Grid, rows: tuple[int, ...] = (), new_rows: tuple[int, ...] = ()) -> Tensor:
+    """A position embedding (1, T, D) for another grid of patches, bicubically; class tokens keep theirs, which move to `new_rows`."""
+    if before == after:
+        return embedding
+    patches = remove_tokens(embedding, rows)
+    patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
+    return insert_tokens(patches, embedding[:, list(rows)], new_rows)
+
+
+def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
+    """The tokens (B, T, E) of the forward and perhaps the backward scan -> (B, T + count, R·E), with zeros before a scan's first token."""
+    sides = (count, 0), (0, count)
+    return torch.cat([F.pad(part, (0, 0, *side)) for part, side in zip(parts, sides, strict=False)], dim=-1)
+
+
+def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> Tensor:
+    """Causal depth-wise convolution of what `pad_for_scans` returns, by weights (E, 1, K) in scan order -> (B, T, R·E).
+
+    It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on CPUs than
+    conv1d.
+    """
+    weight = torch.cat([weights[0], *(backward.flip(-1) for backward in weights[1:])]).unsqueeze(2)
+    out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
+    return out.squeeze(2).transpose(1, 2).contiguous()
+
+
 def default_cfg(input_size: int) -> dict[str, Any]:
-    """timm's configuration of a model that takes images of any size, with a default side in pixels and ImageNet's statistics."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, input_size, input_size),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed",
-        "classifier": "head",
-        "fixed_input_size": False,
-        "license": "apache-2.0",
-    }
-
-
-def untrained_cfgs(family: str) -> Any:
-    """timm's configurations of a family's three published sizes and its nano, without weights."""
-    sizes = {f"{size}_patch16_224": 224 for size in ("tiny", "small", "base")} | {"nano_patch16_144": 144}
-    return generate_default_cfgs({f"{family}_{size}.untrained": default_cfg(side) for size, side in sizes.items()})
+    """timm's configuration of a model that takes images of any size, where it is not timm's default: a side in pixels, and names."""
+    shape = (3, input_size, input_size)
+    return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
@@ -273,3 +284,20 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
     """Build a registered `variant` as timm's entrypoints do, including `features_only`."""
     feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
     return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
+
+
+def register_sizes(model_class: type[Backbone], sizes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Register a family with timm, without weights: `sizes` maps the name of each model to the arguments that build it."""
+    module = model_class.__module__
+    configs = {f"{name}.untrained": default_cfg(options.get("img_size", 224)) for name, options in sizes.items()}
+    sys.modules[module].default_cfgs = generate_default_cfgs(configs)
+    for name, options in sizes.items():
+        _register(model_class, name, module, options)
+
+
+def _register(model_class: type[Backbone], name: str, module: str, options: Mapping[str, Any]) -> None:
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> Backbone:
+        return create(model_class, name, pretrained, **{**options, **kwargs})
+
+    entrypoint.__name__, entrypoint.__module__ = name, module
+    register_model(entrypoint)

@@ -18,17 +18,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file
 from .published import Published, build_published, find_published, is_from_timm
 from .registry import build_model, family_module
-from .weights import (
-    adapt_to_size,
-    describe_misfits,
-    is_foreign,
-    load_official,
-    load_state,
-    read_metadata,
-    read_official,
-    read_state,
-    translate_official,
-)
+from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
 
 # options that depend on the data and the training and are not part of the architecture
 _OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate"}
@@ -37,29 +27,22 @@ Size = int | tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model with its weights, found but not yet read.
+    """A model with its weights, found but not yet read."""
 
-    Args:
-        name: what records call the model.
-        model: its registered name.
-        options: the further arguments that build it; what is not in them has the registered default.
-        task: for a dense model, the task's `name` and the params that build the rest; None for a classifier.
-        classes: class names in the order of the outputs; None if the weights do not name them.
-        num_classes: number of outputs; None for a backbone without its head.
-        preprocessing: the evaluation transform in timm's names; `input_size` is that of the training.
-        path: the file; None for weights that timm fetches.
-        facts: what else records say of the weights: options, weights_file, weights_tag, weights_license.
-    """
+    name: str  # what records call the model
+    model: str  # its registered name
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments that build it; the rest are the defaults
+    task: Mapping[str, Any] | None = None  # for a dense model, the task's `name` and the params that build the rest
+    classes: tuple[str, ...] | None = None  # names in the order of the outputs; None if the weights do not name them
+    num_classes: int | None  # None for a backbone without its head
+    preprocessing: Mapping[str, Any]  # the evaluation transform in timm's names; `input_size` is that of the training
+    path: Path | None = None  # None for weights that timm fetches
+    facts: Mapping[str, Any]  # what else records say of the weights: options, weights_file, weights_tag, weights_license
 
-    name: str
-    model: str
-    options: Mapping[str, Any]
-    task: Mapping[str, Any] | None = None
-    classes: tuple[str, ...] | None = None
-    num_classes: int | None
-    preprocessing: Mapping[str, Any]
-    path: Path | None
-    facts: Mapping[str, Any]
+    @property
+    def where(self) -> Path | str:
+        """How errors name the weights."""
+        return self.path or self.name
 
     @functools.cached_property
     def hash(self) -> str:
@@ -77,21 +60,15 @@ class Checkpoint:
         return {key: value for key, value in self.options.items() if key == "img_size"}
 
     def require_classifier(self) -> Self:
-        """The checkpoint itself.
-
-        Raises:
-            UserError: it holds a dense model.
-        """
+        """The checkpoint itself; a UserError if it holds a dense model."""
         if self.task is not None:
             raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
         return self
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        """The classifier with its weights, in eval mode.
+        """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
-        Args:
-            image_size: side, or height and width, in pixels; by default that of the training. Position embeddings of a model that
-                is built for one size are resampled.
+        The default is the size of the training; for another one, position embeddings of a model that is built for one size are resampled.
 
         Raises:
             UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
@@ -100,13 +77,9 @@ class Checkpoint:
         raise NotImplementedError
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """The tensors under this project's names.
+        """The tensors under this project's names; raises as `build`.
 
-        Args:
-            options: arguments of the model that the tensors are for, by which timm adapts its own weights.
-
-        Raises:
-            UserError, RunError: as `build`.
+        `options` are the arguments of the model that the tensors are for, by which timm adapts its own weights.
         """
         raise NotImplementedError
 
@@ -135,11 +108,7 @@ class OwnFile(Checkpoint):
         return read_state(self.path) if self.task else self.build().state_dict()
 
     def load_into(self, model: nn.Module) -> None:
-        """Fill a model, a classifier or a dense one, that was built as the file says, strictly.
-
-        Raises:
-            UserError: an unreadable file, or weights that do not fit.
-        """
+        """Fill a model, a classifier or a dense one, that was built as the file says; a UserError if it is unreadable or does not fit."""
         load_state(model, read_state(self.path), f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}")
 
 
@@ -151,7 +120,8 @@ class OfficialFile(Checkpoint):
             raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
         try:
             model = build_model(self.model, img_size=image_size or self.image_size, num_classes=self.num_classes)
-            load_official(model, read_official(self.path))
+            state = adapt_to_size(model, self.read_state(), self.preprocessing["input_size"][-2:])
+            load_state(model, state, f"official weights do not fit {type(model).__name__} as built")
         except (ValueError, UserError) as error:
             raise UserError(f"{self.path}: {error}") from None
         return model.eval()
@@ -167,25 +137,21 @@ class TimmWeights(Checkpoint):
     published: Published
 
     def build(self, image_size: Size | None = None) -> nn.Module:
-        return self._build({"img_size": image_size or self.image_size}).eval()
+        size = image_size or self.image_size
+        return build_published(self.published, file=self.path, num_classes=self.num_classes, img_size=size).eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
         with torch.random.fork_rng(devices=[]):  # what is initialised after this does not depend on where the weights came from
-            return self._build(kept).state_dict()
-
-    def _build(self, options: Mapping[str, Any]) -> nn.Module:
-        return build_published(self.published, file=self.path, num_classes=self.num_classes, **options)
+            return build_published(self.published, file=self.path, num_classes=self.num_classes, **kept).state_dict()
 
 
 def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
     """Find out which model some weights belong to; nothing is built, and nothing is fetched.
 
     Args:
-        path: a file of this project, an official file of a family, or a file that timm can load; None for weights that timm
-            publishes.
-        model: registered name. A file of this project names its model itself, the others need it; of timm's models it may end in
-            a tag.
+        path: a file of this project, an official file of a family, or one that timm can load; None for weights that timm publishes.
+        model: registered name, which only a file of this project does without; of timm's models it may end in a tag.
 
     Raises:
         UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; no model named where
@@ -231,7 +197,6 @@ def _open_official(path: Path, model: str) -> Checkpoint:
     return OfficialFile(
         name=model,
         model=model,
-        options={},
         num_classes=None if head is None else len(head),
         # the published evaluation of all these families: short side to 256 bicubically, the central 224, ImageNet's statistics
         preprocessing=dataclasses.asdict(config),
@@ -242,13 +207,11 @@ def _open_official(path: Path, model: str) -> Checkpoint:
 
 def _open_timm_file(path: Path, model: str) -> Checkpoint:
     published = find_published(model, required=False)
-    state, classifier = read_official(path), published.preprocessing["classifier"]
-    names = [classifier] if isinstance(classifier, str) else list(classifier or ())
-    heads = [state[f"{name}.weight"] for name in (*names, "head", "fc", "classifier") if f"{name}.weight" in state]
+    state, names = read_official(path), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
+    heads = [state[f"{name}.weight"] for name in names if f"{name}.weight" in state]
     return TimmWeights(
         name=model,
         model=published.model,
-        options={},
         num_classes=len(heads[0]) if heads else published.preprocessing["num_classes"],
         preprocessing=published.preprocessing,
         path=path,
@@ -265,26 +228,20 @@ def _open_published(published: Published) -> Checkpoint:
     return TimmWeights(
         name=published.record_name,
         model=published.model,
-        options={},
         num_classes=published.preprocessing["num_classes"],
         preprocessing=published.preprocessing,
-        path=None,
         facts=facts,
         published=published,
     )
 
 
 def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mapping[str, Any]) -> None:
-    """Refuse weights of another model, of other options that change the architecture, or of a dense task.
-
-    Args:
-        checkpoint: the weights.
-        name, options: what builds the model that they are for.
+    """Refuse weights of another model than `name`, of `options` that change the architecture, or of a dense task.
 
     Raises:
         UserError: naming the difference.
     """
-    where = checkpoint.require_classifier().path or checkpoint.name
+    where = checkpoint.require_classifier().where
     if checkpoint.model != name:
         raise UserError(f"{where}: holds weights of {checkpoint.model}, not of {name}")
     if isinstance(checkpoint, OwnFile):
@@ -295,8 +252,8 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
 
 def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are part of the architecture, as they come back from JSON."""
-    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
-    return {key: value for key, value in listed.items() if key not in _OF_THE_TRAINING}
+    kept = {key: value for key, value in options.items() if key not in _OF_THE_TRAINING}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
 def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
@@ -304,13 +261,9 @@ def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
     The head stays as it is where the number of classes differs, and position embeddings are resampled where the image size differs.
 
-    Args:
-        model: made by `registry.build_model`.
-        checkpoint: a classifier of the same model and options.
-
     Returns:
-        A line for every key of both: `used`; for the head of the model, if its classes differ, `expected: new`; for keys of the
-        checkpoint's head that the model's head does not have, `expected: not needed`.
+        A line for every key of both: `used`; `expected: new` for the head of the model, if its classes differ; `expected: not needed`
+        for keys of the checkpoint's head that the model's head does not have.
 
     Raises:
         UserError: a checkpoint that cannot be read, belongs to another model or does not fit; the model is then unchanged.
@@ -318,21 +271,18 @@ def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """
     name, options = model.built_from
     require_same_architecture(checkpoint, name, options)
-    where = checkpoint.path or checkpoint.name
     state = checkpoint.read_state(options)
-    height, width = checkpoint.preprocessing["input_size"][-2:]
     try:
-        state = adapt_to_size(model, state, (height, width))
+        state = adapt_to_size(model, state, checkpoint.preprocessing["input_size"][-2:])
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    own, heads = model.state_dict(), ()
-    if checkpoint.num_classes != model.num_classes:
-        classifier = model.pretrained_cfg["classifier"]
-        heads = tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
-    used = {key: value for key, value in state.items() if not key.startswith(heads)}
-    problems = describe_misfits({key: value for key, value in own.items() if not key.startswith(heads)}, used)
-    if problems:
-        raise UserError(f"{where}: does not fit {name} as built with {options or 'no options'}: {problems}")
-    model.load_state_dict(own | used)
-    report = {key: "used" if key in used else "expected: not needed" for key in state}
-    return report | {key: "expected: new" for key in own if key not in used}
+        raise UserError(f"{checkpoint.where}: {error}") from None
+    changed = checkpoint.num_classes != model.num_classes
+    heads = tuple(f"{head}." for head in classifier_names(model.pretrained_cfg)) if changed else ()
+
+    def of_the_head(key: str) -> bool:
+        return key.startswith(heads)
+
+    error = f"{checkpoint.where}: does not fit {name} as built with {options or 'no options'}"
+    report = load_state(model, state, error, not_needed=of_the_head, new=of_the_head)
+    # a head that both have is new
+    return report | {key: "expected: new" for key in model.state_dict() if report.get(key) != "used"}

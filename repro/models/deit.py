@@ -1,15 +1,15 @@
 """A nano DeiT for the embedded data sets, built from timm's class; the published sizes are timm's own models."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
 
 from .backbone import create, default_cfg
 
 default_cfgs = generate_default_cfgs({"deit_nano_patch16_144.untrained": {**default_cfg(144), "first_conv": "patch_embed.proj"}})
+
+official_state_dict = dict  # weights published for timm's class already have its names
 
 
 @register_model
@@ -17,8 +17,3 @@ def deit_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> VisionTran
     """The size of the other nanos: D 64, 4 blocks, one head of 64; with a class token."""
     sizes = {"img_size": 144, "patch_size": 16, "embed_dim": 64, "depth": 4, "num_heads": 1}
     return create(VisionTransformer, "deit_nano_patch16_144", pretrained, **sizes | kwargs)
-
-
-def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights published for timm's class already have its names."""
-    return dict(state_dict)

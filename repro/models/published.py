@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import pickle
 from collections.abc import Iterator, Mapping
@@ -23,22 +24,15 @@ _MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "dist
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """One set of published weights.
+    """One set of published weights."""
 
-    Args:
-        model: registered name, without timm's tag.
-        tag: timm's name for this set of weights; empty for a model with one unnamed set.
-        license: stated by the publisher on the hub, according to timm's configuration; None if it states none.
-        comparable: whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors'
-            own set if they published one.
-        preprocessing: timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others.
-    """
-
-    model: str
-    tag: str
-    license: str | None
+    model: str  # registered name, without timm's tag
+    tag: str  # timm's name for this set of weights; empty for a model with one unnamed set
+    license: str | None  # stated by the publisher on the hub, according to timm's configuration
+    # whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors' own set if
+    # they published one
     comparable: bool
-    preprocessing: Mapping[str, Any]
+    preprocessing: Mapping[str, Any]  # timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others
 
     @property
     def full_name(self) -> str:
@@ -58,11 +52,7 @@ def is_only_imagenet_1k(tag: str) -> bool:
 
 
 def is_from_timm(name: str) -> bool:
-    """Whether a model, named with or without a tag, is one of timm's and not of this project.
-
-    Raises:
-        UserError: an unknown model.
-    """
+    """Whether a model, named with or without a tag, is one of timm's and not of this project; an unknown one is a UserError."""
     try:
         require_known(name)
     except ValueError as error:
@@ -74,11 +64,7 @@ def find_published(name: str, *, required: bool = True) -> Published:
     """The published weights that a name means.
 
     `model.tag` means that set. `model` alone means the set for a paper's table (ImageNet-1K alone, the authors' before timm's), or
-    timm's default if there is none.
-
-    Args:
-        name: of a model, with or without a tag.
-        required: if False, a model without published weights gives timm's configuration of it, with an empty tag.
+    timm's default if there is none. If not `required`, a model without published weights gives timm's configuration, with an empty tag.
 
     Raises:
         UserError: an unknown model or tag, or a model without published weights.
@@ -101,10 +87,8 @@ def find_published(name: str, *, required: bool = True) -> Published:
 def build_published(published: Published, *, file: Path | None = None, **options: Any) -> nn.Module:
     """A model with published weights, from the hub, from the hub's local cache or from a file; timm loads them, strictly.
 
-    Args:
-        published: see `find_published`.
-        file: a file with timm's names, or with names that timm translates.
-        options: further arguments of the model, such as `img_size` and, for a file, its own `num_classes`.
+    A file has timm's names, or names that timm translates. `options` are further arguments of the model, such as `img_size` and, for a
+    file, its own `num_classes`.
 
     Raises:
         UserError: a model that cannot be built with these options, or a file that does not fit it.
@@ -125,15 +109,22 @@ def build_published(published: Published, *, file: Path | None = None, **options
         except ValueError as error:
             raise UserError(" ".join(str(error).split())) from None
         except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:  # damaged, or with other keys
-            why = f"weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
-            if file:
-                raise UserError(f"{file}: {published.full_name}: {why}") from None
-            raise RunError(f"{published.full_name}: {why}") from None
+            why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
     model.built_from = published.model, options
     return model
 
 
-_hub_problem: dict[str, str | None] = {}  # endpoint -> why it cannot be reached; found out once per process
+@functools.cache
+def _find_hub_problem(endpoint: str) -> str | None:
+    """Why the hub cannot be reached, or None; found out once per process."""
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(endpoint, timeout=10)
+    except Exception as error:  # of whichever HTTP client this version of the hub's package uses
+        return f"{endpoint}: {error}"
+    return None
 
 
 @contextlib.contextmanager
@@ -143,25 +134,14 @@ def _only_cache_if_offline() -> Iterator[str | None]:
     Yields why the hub cannot be reached, or None.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
 
-    endpoint, before = constants.ENDPOINT, constants.HF_HUB_OFFLINE
-    if before:
-        _hub_problem[endpoint] = "HF_HUB_OFFLINE is set"
-    elif endpoint not in _hub_problem:
-        try:
-            get_session().head(endpoint, timeout=10)
-            _hub_problem[endpoint] = None
-        except Exception as error:  # of whichever HTTP client this version of the hub's package uses
-            _hub_problem[endpoint] = f"{endpoint}: {error}"
-    loggers = [logging.getLogger(name) for name in ("timm.models._builder", "timm.models._hub")]
-    levels = [logger.level for logger in loggers]
+    offline, logger = constants.HF_HUB_OFFLINE, logging.getLogger("timm.models")
+    problem = "HF_HUB_OFFLINE is set" if offline else _find_hub_problem(constants.ENDPOINT)
+    level = logger.level
     try:
-        constants.HF_HUB_OFFLINE = _hub_problem[endpoint] is not None
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield _hub_problem[endpoint]
+        constants.HF_HUB_OFFLINE = problem is not None
+        logger.setLevel(logging.CRITICAL)
+        yield problem
     finally:
-        constants.HF_HUB_OFFLINE = before
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        constants.HF_HUB_OFFLINE = offline
+        logger.setLevel(level)

@@ -1,109 +1,63 @@
-"""Four feature maps of an image for dense tasks: one protocol, and its two implementations.
+"""Four feature maps of an image for dense tasks, from any backbone.
 
-A plain backbone becomes a pyramid through a ViT-Adapter (`adapter.ViTAdapter`); a hierarchical one (timm's Swin, ConvNeXt, ResNet
-and others) has maps of its own (`NativePyramid`). Detectors and segmenters use nothing but the protocol.
+A plain backbone becomes a `Pyramid` through a ViT-Adapter (`adapter.ViTAdapter`); a hierarchical one (timm's Swin, ConvNeXt, ResNet
+and others) has maps of its own (`NativePyramid`).
 """
 
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from timm.layers import LayerNorm2d
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from .adapter import STRIDES, AdapterSize, Features, ViTAdapter, pad_to_stride
+from .adapter import STRIDES, AdapterSize, ClasslessViT, Features, Pyramid, ViTAdapter, pad_to_stride
 from .backbone import PlainBackbone
 from .checkpoints import Checkpoint, require_same_architecture
-from .plain_vit import ClasslessViT
-from .registry import build_model, kernel_backend
-from .weights import adapt_to_size, describe_misfits
+from .registry import build_model
+from .weights import adapt_to_size, classifier_names, load_state
 
 _ANY_SIZE = {"strict_img_size": False, "always_partition": True}  # with these, timm's Swin takes images of any size
 
 
-class Pyramid(Protocol):
-    """Images (B, 3, H, W) -> four maps (B, channels[i], H/strides[i], W/strides[i]), of strides 4, 8, 16 and 32.
-
-    Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom. `built_from` is the
-    registered name of the backbone and the options it was built with. `trunk` is the module whose state dict has the names of the
-    backbone's weights, `trunk_name` its name within the pyramid.
-    """
-
-    channels: tuple[int, ...]
-    strides: tuple[int, ...]
-    built_from: tuple[str, dict[str, Any]]
-    trunk: nn.Module
-    trunk_name: str
-
-    def __call__(self, images: Tensor) -> list[Tensor]: ...
-
-    def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]: ...
-
-    def no_weight_decay(self) -> set[str]: ...
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None: ...
-
-    def selected_backend(self, dtype: torch.dtype) -> str: ...
-
-    def is_removed(self, key: str) -> bool: ...
-
-    def is_added(self, key: str) -> bool: ...
-
-
-class NativePyramid(nn.Module):
-    """A hierarchical backbone with timm's feature interface, as a `Pyramid`.
+class NativePyramid(Pyramid):
+    """A hierarchical backbone with timm's feature interface.
 
     What follows the last map, final norm and head, is removed. Each map gets a LayerNorm over its channels, as in the releases of
     Swin and ConvNeXt for detection and segmentation.
 
     Args:
-        backbone: a model with `feature_info` and `forward_intermediates`; it is changed in place.
-        freeze_backbone: do not train the backbone, and keep it in eval mode.
+        backbone: a model with `feature_info` and `forward_intermediates`.
+        freeze_backbone: see `Pyramid`.
 
     Raises:
         ValueError: the model has no feature interface, or no map of one of the four strides.
     """
 
-    strides = STRIDES
-    built_from: tuple[str, dict[str, Any]] | None = None
-    trunk_name = "backbone"
-
     def __init__(self, backbone: nn.Module, *, freeze_backbone: bool = False):
-        super().__init__()
         if not hasattr(backbone, "forward_intermediates"):
             raise ValueError("it is neither a plain backbone nor one with timm's forward_intermediates")
         found = {info["reduction"]: (index, info["num_chs"]) for index, info in enumerate(backbone.feature_info)}
         missing = [stride for stride in STRIDES if stride not in found]
         if missing:
             raise ValueError(f"its maps have the strides {', '.join(map(str, found))}; a pyramid also needs {missing[0]}")
+        super().__init__(backbone, freeze_backbone)
         self.indices = [found[stride][0] for stride in STRIDES]
         self.channels = tuple(found[stride][1] for stride in STRIDES)
-        before, classifier = set(backbone.state_dict()), backbone.pretrained_cfg.get("classifier") or ()
+        before = set(backbone.state_dict())
         backbone.prune_intermediate_layers(self.indices, prune_norm=True)
-        heads = {name.split(".")[0] for name in ([classifier] if isinstance(classifier, str) else classifier)}
+        heads = {name.split(".")[0] for name in classifier_names(backbone.pretrained_cfg)}
         for name in heads:  # with what timm keeps of it, such as ConvNeXt's norm
             setattr(backbone, name, nn.Identity())
         self._removed = before - set(backbone.state_dict())
         self._heads = tuple(f"{name}." for name in heads)
-        self.freeze_backbone = freeze_backbone
-        self.backbone = backbone.requires_grad_(not freeze_backbone)
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
 
-    @property
-    def trunk(self) -> nn.Module:
-        """The backbone."""
-        return self.backbone
-
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) -> four maps; see `Pyramid`.
-
-        Raises:
-            UserError: the backbone does not take images of this size.
-        """
+        """(B, 3, H, W) -> four maps; a UserError if the backbone does not take images of this size."""
         images = pad_to_stride(images)
         try:
             maps = self.backbone.forward_intermediates(images, indices=self.indices, intermediates_only=True)
@@ -112,25 +66,12 @@ class NativePyramid(nn.Module):
             raise UserError(f"{type(self.backbone).__name__} does not take images of {height}x{width} pixels: {error}") from None
         return [norm(level) for norm, level in zip(self.norms, maps, strict=True)]
 
-    def train(self, mode: bool = True) -> "NativePyramid":
-        """Set training mode as nn.Module does, except that a frozen backbone stays in eval mode."""
-        super().train(mode)
-        if self.freeze_backbone:
-            self.backbone.eval()
-        return self
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's blocks in the backward pass, where its family can."""
         self.backbone.set_grad_checkpointing(enable)
 
-    def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the backbone's own operators that runs here for activations of `dtype`."""
-        return kernel_backend(self.backbone, dtype)
-
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """The backbone's patterns for timm's layer-wise decay; everything else is the last layer.
-
-        Within a larger model, `prefix` is the pyramid's name there, dot included.
+        """The backbone's own patterns; everything else is the last layer.
 
         Raises:
             UserError: the backbone's family has no such patterns.
@@ -148,10 +89,6 @@ class NativePyramid(nn.Module):
         """Whether a key of the backbone's weights belongs to its final norm or its head."""
         return key in self._removed or key.startswith(self._heads)
 
-    def is_added(self, key: str) -> bool:
-        """False: nothing is added to the backbone."""
-        return False
-
 
 def build_pyramid(
     name: str,
@@ -167,10 +104,8 @@ def build_pyramid(
     Args:
         name: a plain model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
         options: further arguments of the backbone, with the `img_size` of its training where that is not the default.
-        features: see `ViTAdapter`; of no effect on a hierarchical backbone.
         drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's extractors.
-        freeze_backbone: train the other parts only.
-        size: see `ViTAdapter`.
+        features, freeze_backbone, size: see `ViTAdapter`; a hierarchical backbone uses only the second.
 
     Raises:
         ValueError: an unknown model, or a backbone that does not fit.
@@ -179,10 +114,11 @@ def build_pyramid(
     arguments = {**options, "num_classes": 0, "drop_path_rate": drop_path_rate}
     model = build_model(name, **arguments)
     try:
-        if isinstance(model, (VisionTransformer, PlainBackbone)):
-            backbone = ClasslessViT(model) if isinstance(model, VisionTransformer) else model
+        if isinstance(model, VisionTransformer):
+            model = ClasslessViT(model)
+        if isinstance(model, PlainBackbone):
             adapter = {"features": features, "drop_path_rate": drop_path_rate, "size": size}
-            pyramid = ViTAdapter(backbone, freeze_backbone=freeze_backbone, **adapter)
+            pyramid = ViTAdapter(model, freeze_backbone=freeze_backbone, **adapter)
         else:
             accepted = inspect.signature(type(model)).parameters
             any_size = {key: value for key, value in _ANY_SIZE.items() if key in accepted}
@@ -198,10 +134,6 @@ def build_pyramid(
 def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
     """Fill the backbone of a pyramid with the weights of a classifier, strictly.
 
-    Args:
-        pyramid: made by `build_pyramid`.
-        checkpoint: see `checkpoints.open_weights`.
-
     Returns:
         A line for every key. For keys of the checkpoint: `used`, or `expected: not needed` (norm and head; a ViT's class token).
         For keys of the pyramid that the checkpoint does not fill: `expected: new` (everything but the backbone; a ViT's layer scales).
@@ -215,17 +147,16 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
     state, trunk = checkpoint.read_state(options), pyramid.trunk
     if isinstance(pyramid, NativePyramid):
         state = adapt_to_size(trunk, state, checkpoint.preprocessing["input_size"][-2:])
-    own = trunk.state_dict()
-    report = {key: "used" if key in own else "expected: not needed" for key in state if key in own or pyramid.is_removed(key)}
-    added = {key for key in own if pyramid.is_added(key)}
-    added = added if added.isdisjoint(state) else set()
-    kept = {key: value for key, value in state.items() if not pyramid.is_removed(key)}
-    problems = describe_misfits({key: value for key, value in own.items() if key not in added}, kept)
-    if problems:
-        advice = "; build it with the img_size of its training" if "pos_embed is" in problems else ""
-        raise UserError(f"{checkpoint.path or checkpoint.name}: does not fit the backbone {name} as built: {problems}{advice}")
-    trunk.load_state_dict(own | kept)
-    filled = {f"{pyramid.trunk_name}.{key}" for key in kept}
+    added = {key for key in trunk.state_dict() if pyramid.is_added(key)}
+    if not added.isdisjoint(state):
+        added = set()
+    try:
+        error = f"{checkpoint.where}: does not fit the backbone {name} as built"
+        report = load_state(trunk, state, error, not_needed=pyramid.is_removed, new=added.__contains__)
+    except UserError as misfit:
+        advice = "; build it with the img_size of its training" if "pos_embed is" in str(misfit) else ""
+        raise UserError(f"{misfit}{advice}") from None
+    filled = {f"{pyramid.trunk_name}.{key}" for key, line in report.items() if line == "used"}
     return report | {key: "expected: new" for key in pyramid.state_dict() if key not in filled}
 
 

@@ -19,12 +19,7 @@ def require_known(name: str) -> None:
 def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
     """`timm.create_model` for this project's families and timm's own; wrong arguments raise one-line errors.
 
-    The model's attribute `built_from` keeps (name, options).
-
-    Args:
-        name: registered name.
-        img_size: image size that the model is built for; models that take images of any size do without it.
-        options: further arguments of the model.
+    The model's attribute `built_from` keeps (name, options). Models that take images of any size do without `img_size`.
 
     Raises:
         ValueError: an unknown name, or options that the model refuses.

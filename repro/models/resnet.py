@@ -1,15 +1,15 @@
 """A nano ResNet-18 for the embedded data sets, built from timm's class; the published sizes are timm's own models."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, ResNet
-from torch import Tensor
 
 from .backbone import default_cfg
 
 default_cfgs = generate_default_cfgs({"resnet_nano.untrained": {**default_cfg(144), "first_conv": "conv1.0", "classifier": "fc"}})
+
+official_state_dict = dict  # weights published for timm's class already have its names
 
 
 @register_model
@@ -17,8 +17,3 @@ def resnet_nano(pretrained: bool = False, **kwargs: Any) -> ResNet:
     """One basic block in each stage of 8, 16, 32 and 64 channels, after a deep stem; stride 32, 0.08 M parameters, any image size."""
     sizes = {"layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64), "stem_type": "deep", "stem_width": 4}
     return build_model_with_cfg(ResNet, "resnet_nano", pretrained, block=BasicBlock, **sizes | kwargs)
-
-
-def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights published for timm's class already have its names."""
-    return dict(state_dict)

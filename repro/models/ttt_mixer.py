@@ -3,20 +3,23 @@
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d), R directions (1 or 2), C chunk length.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
-from kernels.ttt_linear.reference import ttt_linear_dual
+from kernels.ttt_linear.reference import InnerLearning, ttt_linear_dual
 
+from .backbone import convolve_scans, init_linear, pad_for_scans
+
+# Table 3, in the paper's order: every snapshot has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
-# Table 3, in the paper's order: every snapshot has all parts of the previous ones, except W_q, which share_qk removes
-DESIGNS: tuple[Design, ...] = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
-W0_MODES: tuple[W0Mode, ...] = ("per_direction", "shared", "frozen")
+DESIGNS: tuple[Design, ...] = get_args(Design)
+W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
 CONV_KERNEL = 4
 ETA_BASE = 1.0
@@ -36,6 +39,36 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> 
     b = chunk_size or tokens
     squares = tokens // b * b * b + (tokens % b) ** 2
     return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
+
+
+class Operands(NamedTuple):
+    """The first operands of `torch.ops.vision_ttt.ttt_linear`, by the names of its schema: those of `kernels.ttt_linear`, for R directions.
+
+    q, k, v: (B,T,R,H,d). lr: (B,T,H). token_scale: (R,C). W0: (R,H,d,d). b0, ln_weight, ln_bias: (R,H,d). reverse: R flags.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    token_scale: Tensor
+    W0: Tensor
+    b0: Tensor
+    ln_weight: Tensor
+    ln_bias: Tensor
+    chunk_size: int
+    reverse: Sequence[bool]
+    eps: float
+
+
+def replay_inner_learning(operands: Operands) -> InnerLearning:
+    """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference."""
+    found = []
+    for r, reverse in enumerate(operands.reverse):
+        q, k, v = (x[:, :, r] for x in operands[:3])
+        options = {"chunk_size": operands.chunk_size, "reverse": reverse, "eps": operands.eps, "return_inner": True}
+        found.append(ttt_linear_dual(q, k, v, operands.lr, *(x[r] for x in operands[4:9]), **options)[1])
+    return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
 
 class TTTMixer(nn.Module):
@@ -97,8 +130,8 @@ class TTTMixer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise this module's own parameters; convolutions keep PyTorch's default."""
-        for linear in (self.in_proj, self.out_proj):
-            nn.init.trunc_normal_(linear.weight, std=0.02)
+        init_linear(self.in_proj)
+        init_linear(self.out_proj)
         nn.init.normal_(self.lr_proj.weight, std=0.02)
         nn.init.zeros_(self.lr_proj.bias)
         nn.init.normal_(self.W0, std=0.02)
@@ -108,30 +141,32 @@ class TTTMixer(nn.Module):
         nn.init.zeros_(self.token_scale)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x_BTD: normalised tokens (B, T, D), T >= 1.
-
-        Returns:
-            (B, T, D) in the dtype of `x_BTD` (under autocast in that of the mode), to be added to the residual stream.
-        """
-        gate, q, k, v = self._project(x_BTD)
-        z = self._learn(q, k, v, self.learning_rate(x_BTD))
-        z = self.post_norm(z)
+        """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
+        gate, operands = self._project(x_BTD)
+        options = {"chunk_size": operands.chunk_size, "eps": self.eps, "backend": self.backend}
+        if self.directions == 1:
+            q, k, v = (x[:, :, 0] for x in operands[:3])
+            z = ttt_linear(q, k, v, operands.lr, *(x[0] for x in operands[4:9]), **options)
+        else:
+            both = ttt_linear_bidir(*operands[:9], **options)
+            z = both[:, :, 0] + both[:, :, 1]
+        z = self.post_norm(z.flatten(2))
         return self.out_proj(z if gate is None else gate * z)
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Gate (B, T, D) or None, and q, k, v (B, T, R·D)."""
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Operands]:
+        """The gate (B, T, D) or None, and what the inner learners are given."""
+        (B, T, _), (R, H, d) = x_BTD.shape, self.b0.shape
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
         gate = F.gelu(parts.pop(0), approximate="tanh") if self.has_gate else None
         v, k = parts.pop(), parts.pop()
         q = parts.pop() if self.separate_q else k
         if self.has_conv1d:
-            padded = self._pad_causal(k)
-            k = self._conv(padded, self.conv_k)
-            q = self._conv(padded, self.conv_q)
-        return gate, q, k, v
+            padded = pad_for_scans(k.chunk(R, dim=-1), CONV_KERNEL - 1)
+            k, q = (convolve_scans(padded, conv.weight.chunk(R), conv.bias) for conv in (self.conv_k, self.conv_q))
+        q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
+        lr, chunk_size, reverse = self.learning_rate(x_BTD), self.chunk_size or T, (False, True)[:R]
+        state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), self.b0, self.ln_weight, self.ln_bias
+        return gate, Operands(q, k, v, lr, *state, chunk_size, reverse, self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for."""
@@ -154,65 +189,4 @@ class TTTMixer(nn.Module):
         """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk: fp32 (B, T, R, H), by the reference."""
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
-            q, k, v = self._project(x_BTD)[1:]
-            B, T, _ = v.shape
-            R, H, d = self.directions, self.num_heads, self.head_dim
-            chunk_size = self.chunk_size or T
-            q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
-            lr, scale, W0 = self.learning_rate(x_BTD), self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d)
-            found = []
-            for r in range(R):
-                shared = scale[r], W0[r], self.b0[r], self.ln_weight[r], self.ln_bias[r]
-                options = {"chunk_size": chunk_size, "reverse": r == 1, "eps": self.eps, "return_inner": True}
-                found.append(ttt_linear_dual(q[:, :, r], k[:, :, r], v[:, :, r], lr, *shared, **options)[1].loss)
-        return torch.stack(found, 2)
-
-    def _learn(self, q: Tensor, k: Tensor, v: Tensor, lr_BTH: Tensor) -> Tensor:
-        B, T, _ = v.shape
-        R, H, d = self.directions, self.num_heads, self.head_dim
-        chunk_size = self.chunk_size or T
-        scale = self.scale_per_token(chunk_size)
-        W0 = self.W0.expand(R, H, d, d)
-        if R == 1:
-            q, k, v = (t.view(B, T, H, d) for t in (q, k, v))
-            z = ttt_linear(
-                q,
-                k,
-                v,
-                lr_BTH,
-                scale[0],
-                W0[0],
-                self.b0[0],
-                self.ln_weight[0],
-                self.ln_bias[0],
-                chunk_size=chunk_size,
-                eps=self.eps,
-                backend=self.backend,
-            )
-            return z.reshape(B, T, H * d)
-        q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
-        z = ttt_linear_bidir(
-            q, k, v, lr_BTH, scale, W0, self.b0, self.ln_weight, self.ln_bias, chunk_size=chunk_size, eps=self.eps, backend=self.backend
-        )
-        return (z[:, :, 0] + z[:, :, 1]).reshape(B, T, H * d)
-
-    def _pad_causal(self, x: Tensor) -> Tensor:
-        """(B, T, R·D) -> (B, T+3, R·D): zeros before the first token in scan order, which for the backward scan is after the last one."""
-        pad = CONV_KERNEL - 1
-        if self.directions == 1:
-            return F.pad(x, (0, 0, pad, 0))
-        forward, backward = x.chunk(2, dim=-1)
-        return torch.cat((F.pad(forward, (0, 0, pad, 0)), F.pad(backward, (0, 0, 0, pad))), dim=-1)
-
-    def _conv(self, padded: Tensor, conv: nn.Conv1d) -> Tensor:
-        """Causal depth-wise convolution in scan order, on token-major tensors: (B, T+3, R·D) -> (B, T, R·D).
-
-        It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on CPUs
-        than conv1d.
-        """
-        weight = conv.weight
-        if self.directions == 2:
-            forward, backward = weight.chunk(2)
-            weight = torch.cat((forward, backward.flip(-1)))
-        out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight.unsqueeze(2), conv.bias, groups=weight.shape[0])
-        return out.squeeze(2).transpose(1, 2).contiguous()
+            return replay_inner_learning(self._project(x_BTD)[1]).loss

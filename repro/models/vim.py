@@ -7,16 +7,27 @@ Shape suffixes: B images, T tokens, D width, E = 2·D channels of the scan, N st
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed
-from timm.models import register_model
+from timm.layers import DropPath, lecun_normal_
 from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan_bidir
 
-from .backbone import Backbone, Grid, create, insert_tokens, remove_tokens, rename_prefixes, untrained_cfgs
+from .backbone import (
+    Backbone,
+    Grid,
+    convolve_scans,
+    init_linear,
+    insert_tokens,
+    pad_for_scans,
+    register_sizes,
+    rename_prefixes,
+    resample_positions,
+)
 
 STATE_DIM = 16
 CONV_KERNEL = 4
@@ -24,7 +35,6 @@ EXPAND = 2
 EPS = 1e-5
 PAPER_SCAN_MACS = 18  # of the scan per token, channel and state, for both directions, in Eq. 13 of the paper Vision-TTT
 STEP_SIZES = 1e-3, 0.1  # between which the initial Δ of the forward direction is log-uniform
-OFFICIAL_PREFIXES = {"layers.": "blocks.", "norm_f.": "norm.", "patch_embed.proj.": "patch_embed."}
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -46,9 +56,7 @@ class VimMixer(nn.Module):
     Both directions share the projections of the input, the gate and the output. Parameters with `_b` in their name belong to the
     backward direction.
 
-    Args:
-        dim: width D.
-        depth: blocks of the whole model; the initial output projection is scaled by its inverse square root.
+    `depth`, the number of blocks, scales the initial output projection by its inverse square root.
     """
 
     def __init__(self, dim: int, depth: int):
@@ -89,18 +97,13 @@ class VimMixer(nn.Module):
         self.out_proj.weight.div_(math.sqrt(depth))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x_BTD: normalised tokens (B, T, D), T >= 1.
-
-        Returns:
-            (B, T, D) in the dtype of `x_BTD` (under autocast in that of the mode), to be added to the residual stream.
-        """
+        """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
         B, T, _ = x_BTD.shape
         E, N, R = self.inner, STATE_DIM, self.rank
         x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)
-        u = F.silu(self._conv(x_BTE)).view(B, T, 2, E)
+        padded = pad_for_scans((x_BTE, x_BTE), CONV_KERNEL - 1)
+        weights, bias = (self.conv1d.weight, self.conv1d_b.weight), torch.cat((self.conv1d.bias, self.conv1d_b.bias))
+        u = F.silu(convolve_scans(padded, weights, bias)).view(B, T, 2, E)
         # both directions in one batched product, direction first: its parts are views that the scan takes without a copy
         rows = u.view(B * T, 2, E).transpose(0, 1)
         parts = torch.bmm(rows, torch.stack((self.x_proj.weight, self.x_proj_b.weight)).mT)
@@ -111,18 +114,6 @@ class VimMixer(nn.Module):
         skip, bias = torch.stack((self.D, self.D_b)), torch.stack((self.dt_proj.bias, self.dt_proj_b.bias))
         y = selective_scan_bidir(u, delta, A, B_BTRN, C_BTRN, skip, z_BTE, bias, backend=self.backend)
         return self.out_proj(y.mean(2))
-
-    def _conv(self, x_BTE: Tensor) -> Tensor:
-        """Causal depth-wise convolution in the scan order of each direction: (B, T, E) -> (B, T, 2·E), forward scan first.
-
-        It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy.
-        """
-        pad = CONV_KERNEL - 1
-        padded = torch.cat((F.pad(x_BTE, (0, 0, pad, 0)), F.pad(x_BTE, (0, 0, 0, pad))), dim=-1)
-        weight = torch.cat((self.conv1d.weight, self.conv1d_b.weight.flip(-1))).unsqueeze(2)
-        bias = torch.cat((self.conv1d.bias, self.conv1d_b.bias))
-        out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
-        return out.squeeze(2).transpose(1, 2).contiguous()
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the selective scan that runs here for activations of `dtype`."""
@@ -149,29 +140,16 @@ class Vim(Backbone):
     The official release carries the output of a block beside the residual, and adds it before the next norm with the drop path rate
     of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0, p), which is built here.
 
-    Args:
-        img_size: image height and width of the position embedding; it is resampled for other sizes.
-        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
-        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0.
+    Arguments are those of `Backbone`.
     """
 
-    def __init__(
-        self,
-        img_size: int | Grid = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        embed_dim: int = 192,
-        depth: int = 24,
-        drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-    ):
-        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool="mid", drop_rate=drop_rate)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
-        self.pos_embed = nn.Parameter(torch.empty(1, self.grid_size[0] * self.grid_size[1] + 1, embed_dim))
-        rates = calculate_drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.ModuleList(VimBlock(embed_dim, depth, rates[i]) for i in range(depth))
-        self.norm = RMSNorm(embed_dim, eps=EPS)
+    def __init__(self, *, depth: int = 24, **kwargs: Any):
+        super().__init__(depth=depth, pool="mid", **kwargs)
+        D, num_patches = self.embed_dim, self.grid_size[0] * self.grid_size[1]
+        self.cls_token = nn.Parameter(torch.empty(1, 1, D))
+        self.pos_embed = nn.Parameter(torch.empty(1, num_patches + 1, D))
+        self.blocks = nn.ModuleList(VimBlock(D, depth, rate) for rate in self.drop_path_rates)
+        self.norm = RMSNorm(D, eps=EPS)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -181,8 +159,7 @@ class Vim(Backbone):
         for weight in (self.cls_token, self.pos_embed):
             nn.init.trunc_normal_(weight, std=0.02)
         if self.num_classes:
-            nn.init.trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
+            init_linear(self.head)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
         """The class token is in the middle of the sequence."""
@@ -191,8 +168,9 @@ class Vim(Backbone):
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Image (B, C, H, W) -> tokens (B, T, D) with the class token and positions, and the (h, w) grid of the patches."""
         tokens, grid = self.patches(x)
-        tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1), self._middle(grid))
-        return at_least_fp32(tokens) + self._positions(grid), grid
+        middle, built = (self.prefix_positions(h * w) for h, w in (grid, self.grid_size))
+        tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1), middle)
+        return at_least_fp32(tokens) + resample_positions(self.pos_embed, self.grid_size, grid, built, middle), grid
 
     def class_feature(self, tokens: Tensor) -> Tensor:
         """Normalised tokens (B, T, D) -> the class token (B, D)."""
@@ -206,51 +184,23 @@ class Vim(Backbone):
         D, T = self.embed_dim, grid[0] * grid[1] + 1
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
-    def _middle(self, grid: Grid) -> tuple[int, ...]:
-        return self.prefix_positions(grid[0] * grid[1])
-
-    def _positions(self, grid: Grid) -> Tensor:
-        """The position embedding (1, T, D) for a grid; the row of the class token is kept, in the middle."""
-        if grid == self.grid_size:
-            return self.pos_embed
-        built = self._middle(self.grid_size)
-        patches = remove_tokens(self.pos_embed, built)
-        patches = resample_abs_pos_embed(patches, list(grid), list(self.grid_size), num_prefix_tokens=0, antialias=False)
-        return insert_tokens(patches, self.pos_embed[:, list(built)], self._middle(grid))
-
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Embeddings, in addition to vectors and biases, which every family exempts; the rates A_log of the scan decay, as officially."""
         return {"pos_embed", "cls_token"}
 
 
-def official_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the official release under our names; unknown keys are kept, for a strict load to report."""
-    return rename_prefixes(state_dict, OFFICIAL_PREFIXES)
+    return rename_prefixes(state_dict, {"layers.": "blocks.", "norm_f.": "norm.", "patch_embed.proj.": "patch_embed."})
 
 
-default_cfgs = untrained_cfgs("vim")
-
-
-@register_model
-def vim_tiny_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
-    """Vim-T: D 192, 7.148 M parameters."""
-    return create(Vim, "vim_tiny_patch16_224", pretrained, **{"embed_dim": 192, **kwargs})
-
-
-@register_model
-def vim_small_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
-    """Vim-S: D 384, 25.797 M parameters."""
-    return create(Vim, "vim_small_patch16_224", pretrained, **{"embed_dim": 384, **kwargs})
-
-
-@register_model
-def vim_base_patch16_224(pretrained: bool = False, **kwargs) -> Vim:
-    """Vim-B: D 768, 97.598 M parameters."""
-    return create(Vim, "vim_base_patch16_224", pretrained, **{"embed_dim": 768, **kwargs})
-
-
-@register_model
-def vim_nano_patch16_144(pretrained: bool = False, **kwargs) -> Vim:
-    """A small Vim for tests and the embedded data sets: D 64, 4 blocks, 9x9 tokens and the class token."""
-    return create(Vim, "vim_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, **kwargs})
+register_sizes(
+    Vim,
+    {
+        "vim_tiny_patch16_224": {"embed_dim": 192},  # 7.148 M parameters
+        "vim_small_patch16_224": {"embed_dim": 384},  # 25.797 M
+        "vim_base_patch16_224": {"embed_dim": 768},  # 97.598 M
+        # for tests and the embedded data sets: 9x9 tokens and the class token
+        "vim_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4},
+    },
+)

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates
-from timm.models import register_model
+from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from .backbone import Backbone, Grid, create, untrained_cfgs
+from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefixes
 
 EPS = 1e-6
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
@@ -35,9 +34,7 @@ class InnerTraining(nn.Module):
     axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its 3x3 window. The gradients are closed forms
     that autograd differentiates, so the outer gradient is that of the whole step.
 
-    Args:
-        dim: width C.
-        num_heads: heads of the gated linear unit; C must be a multiple of it. The convolution is as wide as one head.
+    The width C must be a multiple of the heads of the gated linear unit; the convolution is as wide as one head.
     """
 
     def __init__(self, dim: int, num_heads: int):
@@ -56,15 +53,7 @@ class InnerTraining(nn.Module):
             nn.init.trunc_normal_(weight, std=0.02)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Mix tokens.
-
-        Args:
-            x_BNC: normalised tokens (B, N, C), row-major on the grid.
-            grid: (h, w) with h·w = N.
-
-        Returns:
-            (B, N, C) in the dtype of `x_BNC` (under autocast in that of the mode), to be added to the residual stream.
-        """
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode)."""
         projected = self.qkv(x_BNC)
         # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in
         # fp16, and in bf16 one of eight elements of w does not move at all
@@ -100,12 +89,7 @@ class InnerTraining(nn.Module):
 
 
 class ViT3Block(nn.Module):
-    """Tokens + depth-wise convolution, then the TTT block and an MLP, each after a LayerNorm and with a residual.
-
-    Args:
-        dim, num_heads: see `InnerTraining`.
-        drop_path: rate of stochastic depth in the last two branches.
-    """
+    """Tokens + depth-wise convolution, then the TTT block and an MLP, each after a LayerNorm and with a residual and stochastic depth."""
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
         super().__init__()
@@ -125,55 +109,25 @@ class ViT3Block(nn.Module):
 
 
 class ViT3(Backbone):
-    """ViT3 in timm's conventions, as a `PlainBackbone`.
+    """ViT3 in timm's conventions, as a `PlainBackbone`; no parameter depends on the image size.
 
     Args:
-        img_size: image height and width of the training; no parameter depends on it.
-        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
         num_heads: heads of the inner gated linear unit.
-        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0.
-
-    Raises:
-        ValueError: sizes that do not fit.
+        kwargs: see `Backbone`.
     """
 
-    def __init__(
-        self,
-        img_size: int | Grid = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        embed_dim: int = 192,
-        depth: int = 12,
-        num_heads: int = 6,
-        drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-    ):
-        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool="mean", drop_rate=drop_rate)
+    def __init__(self, *, num_heads: int = 6, **kwargs: Any):
+        super().__init__(**kwargs)
         self.num_heads = num_heads
-        rates = calculate_drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.ModuleList(ViT3Block(embed_dim, num_heads, rate) for rate in rates)
-        self.norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.blocks = nn.ModuleList(ViT3Block(self.embed_dim, num_heads, rate) for rate in self.drop_path_rates)
+        self.norm = nn.LayerNorm(self.embed_dim, eps=EPS)
         self.init_weights()
 
     def init_weights(self) -> None:
         """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast weights."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
-
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, N, C) and their (h, w) grid; the convolutions of the blocks encode positions.
-
-        Raises:
-            ValueError: H or W is not a multiple of the patch size.
-        """
-        return self.patches(x)
-
-    def class_feature(self, tokens: Tensor) -> Tensor:
-        """Normalised tokens (B, N, C) -> their mean (B, C)."""
-        return tokens.mean(dim=1)
+                init_linear(module)
 
     def param_terms(self) -> dict[str, int]:
         """Named counts of parameters that add up to the model's own."""
@@ -208,43 +162,10 @@ class ViT3(Backbone):
             "head": C * self.num_classes,
         }
 
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Nothing by name: initial fast weights decay as other matrices do; biases and norms are exempt by timm's own rule."""
-        return set()
-
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the official release under our names; they differ only for the patch convolution."""
-    return {key.replace("patch_embed.proj.", "patch_embed."): value for key, value in state_dict.items()}
-
-
-default_cfgs = untrained_cfgs("vit3")
-
-
-@register_model
-def vit3_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
-    """ViT3-T: C 192, 6 heads, 6.149 M parameters; the paper trains it with drop path 0."""
-    return create(ViT3, "vit3_tiny_patch16_224", pretrained, **{"embed_dim": 192, "num_heads": 6, **kwargs})
-
-
-@register_model
-def vit3_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
-    """ViT3-S: C 384, 6 heads, 23.799 M parameters; the paper trains it with drop path 0.1."""
-    return create(ViT3, "vit3_small_patch16_224", pretrained, **{"embed_dim": 384, "num_heads": 6, **kwargs})
-
-
-@register_model
-def vit3_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> ViT3:
-    """ViT3-B: C 768, 12 heads, 90.056 M parameters; the paper trains it with drop path 0.4."""
-    return create(ViT3, "vit3_base_patch16_224", pretrained, **{"embed_dim": 768, "num_heads": 12, **kwargs})
-
-
-@register_model
-def vit3_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> ViT3:
-    """A small ViT3 for tests and the embedded data sets: C 64, 4 blocks, 2 heads as wide as those of ViT3-T, 9x9 tokens."""
-    nano = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2}
-    return create(ViT3, "vit3_nano_patch16_144", pretrained, **nano | kwargs)
+    return rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
 
 
 def _full_precision(device_type: str) -> contextlib.AbstractContextManager:
@@ -256,3 +177,15 @@ def _full_precision(device_type: str) -> contextlib.AbstractContextManager:
 def _descend(w: Tensor, g: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """w − g / (‖g‖ + 1), with the norm over `dim`."""
     return w - g / (torch.linalg.vector_norm(g, dim=dim, keepdim=True) + 1)
+
+
+register_sizes(
+    ViT3,
+    {
+        "vit3_tiny_patch16_224": {"embed_dim": 192, "num_heads": 6},  # 6.149 M parameters; the paper trains it with drop path 0
+        "vit3_small_patch16_224": {"embed_dim": 384, "num_heads": 6},  # 23.799 M; drop path 0.1
+        "vit3_base_patch16_224": {"embed_dim": 768, "num_heads": 12},  # 90.056 M; drop path 0.4
+        # for tests and the embedded data sets: heads as wide as those of ViT3-T, 9x9 tokens
+        "vit3_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2},
+    },
+)

@@ -4,39 +4,34 @@ One class is the whole family: its arguments select among the six snapshots of t
 (Table 4), the chunk sizes (Fig. 7a) and the initial states (Fig. 7b). `import repro.models` registers the models with timm.
 """
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
-from timm.layers import DropPath, SwiGLU, calculate_drop_path_rates, resample_abs_pos_embed
-from timm.models import register_model
+from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
 
-from .backbone import Backbone, Grid, create, insert_tokens, remove_tokens, untrained_cfgs
+from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, remove_tokens, resample_positions
 from .ttt_mixer import CONV_KERNEL, DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, design_has, ttt_linear_macs
 
-Pool = Literal["mean", "max", "head", "mid", "double"]
-POOLS: tuple[Pool, ...] = ("mean", "max", "head", "mid", "double")  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
+Pool = Literal["mean", "max", "head", "mid", "double"]  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
+POOLS: tuple[Pool, ...] = get_args(Pool)
 EPS = 1e-6
 
 
 class VitttBlock(nn.Module):
     """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each after a LayerNorm and with a residual.
 
-    Args:
-        dim, num_heads, num_tokens, design, chunk_size, w0: see `Vittt` and `TTTMixer`.
-        pool: class strategy, which decides where class tokens are; they skip the convolution.
-        drop_path: rate of stochastic depth in both residual branches.
+    Class tokens, whose places depend on `pool`, skip the convolution. `drop_path` is the rate of both residual branches; the other
+    arguments are those of `TTTMixer`.
     """
 
-    def __init__(
-        self, dim: int, num_heads: int, num_tokens: int, *, design: Design, chunk_size: int, w0: W0Mode, pool: Pool, drop_path: float
-    ):
+    def __init__(self, dim: int, num_heads: int, num_tokens: int, *, design: Design, pool: Pool, drop_path: float, **learner: Any):
         super().__init__()
         self.pool = pool
         # without a bias, since only that agrees with the paper's 0.02/0.04/0.08 M parameters
         self.dwconv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False) if design_has(design, "conv2d") else None
         self.norm1 = nn.LayerNorm(dim, eps=EPS)
-        self.mixer = TTTMixer(dim, num_heads, num_tokens, design=design, chunk_size=chunk_size, w0=w0, eps=EPS)
+        self.mixer = TTTMixer(dim, num_heads, num_tokens, design=design, eps=EPS, **learner)
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
         self.mlp = SwiGLU(dim, int(8 * dim / 3))
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
@@ -60,14 +55,12 @@ class Vittt(Backbone):
     """The backbone of Vision-TTT in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        img_size: image height and width of the position embedding; it is resampled for other sizes.
-        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
         num_heads: heads H of the inner learner.
         design: snapshot of the design route (Table 3); `conv2d` is Vittt.
         pool: class strategy (Table 4).
         chunk_size: tokens per inner gradient step, the paper's b (Fig. 7a); 0 takes the whole sequence as one chunk.
         w0: initial states of the inner learner (Fig. 7b).
-        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0.
+        kwargs: see `Backbone`.
 
     Raises:
         ValueError: an unknown design, pool or w0, or sizes that do not fit.
@@ -75,70 +68,52 @@ class Vittt(Backbone):
 
     def __init__(
         self,
-        img_size: int | Grid = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        embed_dim: int = 192,
-        depth: int = 12,
+        *,
         num_heads: int = 3,
         design: Design = "conv2d",
         pool: Pool = "mean",
         chunk_size: int = 16,
         w0: W0Mode = "per_direction",
-        drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
+        **kwargs: Any,
     ):
         for name, value, known in (("design", design, DESIGNS), ("pool", pool, POOLS), ("w0", w0, W0_MODES)):
             if value not in known:
                 raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
         if chunk_size < 0:
             raise ValueError(f"chunk_size {chunk_size} is negative; 0 takes the whole sequence as one chunk")
-        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool=pool, drop_rate=drop_rate)
+        super().__init__(pool=pool, **kwargs)
         self.num_heads, self.design, self.chunk_size, self.w0 = num_heads, design, chunk_size, w0
-        num_patches = self.grid_size[0] * self.grid_size[1]
-        num_class_tokens = len(class_positions(pool, num_patches))
-        self.pos_embed = nn.Parameter(torch.empty(1, num_patches, embed_dim))
+        D, num_patches = self.embed_dim, self.grid_size[0] * self.grid_size[1]
+        num_class_tokens = len(self.prefix_positions(num_patches))
+        self.pos_embed = nn.Parameter(torch.empty(1, num_patches, D))
         if num_class_tokens:
-            self.cls_token = nn.Parameter(torch.empty(1, num_class_tokens, embed_dim))
-            self.cls_pos_embed = nn.Parameter(torch.empty(1, num_class_tokens, embed_dim))
-        drop_path = calculate_drop_path_rates(drop_path_rate, depth)
+            self.cls_token = nn.Parameter(torch.empty(1, num_class_tokens, D))
+            self.cls_pos_embed = nn.Parameter(torch.empty(1, num_class_tokens, D))
+        options = {"design": design, "chunk_size": chunk_size, "w0": w0, "pool": pool}
         self.blocks = nn.ModuleList(
-            VitttBlock(
-                embed_dim,
-                num_heads,
-                num_patches + num_class_tokens,
-                design=design,
-                chunk_size=chunk_size,
-                w0=w0,
-                pool=pool,
-                drop_path=drop_path[i],
-            )
-            for i in range(depth)
+            VitttBlock(D, num_heads, num_patches + num_class_tokens, drop_path=rate, **options) for rate in self.drop_path_rates
         )
-        self.norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.norm = nn.LayerNorm(D, eps=EPS)
         self.init_weights()
 
     def init_weights(self) -> None:
         """Linear layers and embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers initialise themselves."""
-        mixer_modules = {module for block in self.blocks for module in block.mixer.modules()}
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module not in mixer_modules:
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and ".mixer." not in name:
+                init_linear(module)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         if self.prefix_positions(1):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
             nn.init.trunc_normal_(self.cls_pos_embed, std=0.02)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """Positions of the class tokens in the token sequence, ascending; empty for the pooling strategies."""
+        """Positions of the class tokens in the token sequence, ascending; see `class_positions`."""
         return class_positions(self.pool, num_patches)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Image (B, C, H, W) -> tokens (B, T, D) with positions and class tokens, and the (h, w) grid of the patches."""
         tokens, grid = self.patches(x)
-        tokens = tokens + resample_abs_pos_embed(self.pos_embed, list(grid), list(self.grid_size), num_prefix_tokens=0, antialias=False)
+        tokens = tokens + resample_positions(self.pos_embed, self.grid_size, grid)
         positions = self.prefix_positions(grid[0] * grid[1])
         if positions:
             tokens = insert_tokens(tokens, (self.cls_token + self.cls_pos_embed).expand(len(tokens), -1, -1), positions)
@@ -207,7 +182,6 @@ class Vittt(Backbone):
         """D x D projections of a mixer: k, v and, before it is shared with k, q in each direction; the gate and the output once."""
         return self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Embeddings, class tokens, and the inner learner's norm, bias and token scale; W0 and the projections decay."""
         exempt = ("pos_embed", "cls_token", "cls_pos_embed", "mixer.ln_weight", "mixer.ln_bias", "mixer.b0", "mixer.token_scale")
@@ -215,32 +189,17 @@ class Vittt(Backbone):
 
 
 def class_positions(pool: Pool, num_patches: int) -> tuple[int, ...]:
-    """The positions of a strategy's class tokens in the token sequence, ascending."""
+    """The positions of a strategy's class tokens in the token sequence, ascending; none for the pooling strategies."""
     return {"head": (0,), "mid": (num_patches // 2,), "double": (0, num_patches + 1)}.get(pool, ())
 
 
-default_cfgs = untrained_cfgs("vittt")
-
-
-@register_model
-def vittt_tiny_patch16_224(pretrained: bool = False, **kwargs) -> Vittt:
-    """Vittt-T: D 192, 3 heads, 6.983 M parameters."""
-    return create(Vittt, "vittt_tiny_patch16_224", pretrained, **{"embed_dim": 192, "num_heads": 3, **kwargs})
-
-
-@register_model
-def vittt_small_patch16_224(pretrained: bool = False, **kwargs) -> Vittt:
-    """Vittt-S: D 384, 6 heads, 26.365 M parameters."""
-    return create(Vittt, "vittt_small_patch16_224", pretrained, **{"embed_dim": 384, "num_heads": 6, **kwargs})
-
-
-@register_model
-def vittt_base_patch16_224(pretrained: bool = False, **kwargs) -> Vittt:
-    """Vittt-B: D 768, 12 heads, 102.329 M parameters."""
-    return create(Vittt, "vittt_base_patch16_224", pretrained, **{"embed_dim": 768, "num_heads": 12, **kwargs})
-
-
-@register_model
-def vittt_nano_patch16_144(pretrained: bool = False, **kwargs) -> Vittt:
-    """A small Vittt for tests and the embedded data sets: D 64, 4 blocks, one head, 9x9 tokens (the last chunk is shorter)."""
-    return create(Vittt, "vittt_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 1, **kwargs})
+register_sizes(
+    Vittt,
+    {
+        "vittt_tiny_patch16_224": {"embed_dim": 192, "num_heads": 3},  # 6.983 M parameters
+        "vittt_small_patch16_224": {"embed_dim": 384, "num_heads": 6},  # 26.365 M
+        "vittt_base_patch16_224": {"embed_dim": 768, "num_heads": 12},  # 102.329 M
+        # for tests and the embedded data sets: 9x9 tokens, so that the last chunk is shorter
+        "vittt_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 1},
+    },
+)

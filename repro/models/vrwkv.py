@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, calculate_drop_path_rates, resample_abs_pos_embed
-from timm.models import register_model
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from kernels.bi_wkv import bi_wkv, selected_backend
 
-from .backbone import Backbone, Grid, create, rename_prefixes, untrained_cfgs
+from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefixes, resample_positions
 
 EPS = 1e-5
 PAPER_WKV_MACS = 29  # of Bi-WKV per token and channel, in the authors' own count
@@ -45,9 +44,7 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
 class SpatialMix(nn.Module):
     """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project their own mixture of the tokens and their Q-Shift.
 
-    Args:
-        dim: C.
-        layer, depth: index of the block and number of blocks, for the initial values; see `init_weights`.
+    `layer` and `depth`, index of the block and number of blocks, are for the initial values; see `init_weights`.
     """
 
     def __init__(self, dim: int, layer: int, depth: int):
@@ -70,9 +67,9 @@ class SpatialMix(nn.Module):
         with torch.no_grad():
             self.spatial_decay.copy_(-5 + 8 * (i / max(1, dim - 1)) ** (0.7 + 1.3 * rise))
             self.spatial_first.copy_(math.log(0.3) + 0.5 * ((i + 1) % 3 - 1))
-            self.spatial_mix_k.copy_(mix.view(1, 1, -1))
-            self.spatial_mix_v.copy_((mix + 0.3 * rise).view(1, 1, -1))
-            self.spatial_mix_r.copy_((i / dim).pow(p / 2).view(1, 1, -1))
+            self.spatial_mix_k.copy_(mix)
+            self.spatial_mix_v.copy_(mix + 0.3 * rise)
+            self.spatial_mix_r.copy_((i / dim).pow(p / 2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of Bi-WKV that runs on this layer's device for activations of `dtype`."""
@@ -103,8 +100,8 @@ class ChannelMix(nn.Module):
         dim = self.spatial_mix_k.shape[-1]
         mix = (torch.arange(dim, dtype=torch.float64) / dim) ** (1 - self.layer / self.depth)
         with torch.no_grad():
-            self.spatial_mix_k.copy_(mix.view(1, 1, -1))
-            self.spatial_mix_r.copy_(mix.view(1, 1, -1))
+            self.spatial_mix_k.copy_(mix)
+            self.spatial_mix_r.copy_(mix)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B,T,C) -> (B,T,C)."""
@@ -116,11 +113,8 @@ class ChannelMix(nn.Module):
 class VRWKVBlock(nn.Module):
     """x + att(ln1 x), then x + ffn(ln2 x); with `post_norm` x + γ1 ln1(att(x)), then x + γ2 ln2(ffn(x)).
 
-    Args:
-        dim, layer, depth: see `SpatialMix`. Block 0 begins with an additional norm, ln0.
-        post_norm: norms after the mixers, and a layer scale.
-        gamma: initial value of the layer scale.
-        drop_path: rate of stochastic depth in both residual branches.
+    Block 0 begins with an additional norm, ln0. `gamma` is the initial value of γ1 and γ2, `drop_path` the rate of stochastic depth in
+    both residual branches.
     """
 
     def __init__(self, dim: int, layer: int, depth: int, *, post_norm: bool, gamma: float, drop_path: float):
@@ -149,43 +143,26 @@ class VRWKV(Backbone):
     """Vision-RWKV in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        img_size: image height and width of the position embedding; it is resampled for other sizes.
-        patch_size, in_chans, num_classes, embed_dim, depth, drop_rate: see `Backbone`.
         post_norm: norms after the mixers and a layer scale (S, B) instead of norms before them (T); see `VRWKVBlock`.
         gamma: initial value of the layer scale: 1 for S, 1e-5 for B.
-        drop_path_rate: rate of stochastic depth in the last block, to which the rates rise linearly from 0. The release trains T, S
-            and B with 0, 0.3 and 0.5.
+        kwargs: see `Backbone`. The release trains T, S and B with a drop path rate of 0, 0.3 and 0.5.
     """
 
-    def __init__(
-        self,
-        img_size: int | Grid = 224,
-        patch_size: int = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        embed_dim: int = 192,
-        depth: int = 12,
-        post_norm: bool = False,
-        gamma: float = 1.0,
-        drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-    ):
-        super().__init__(img_size, patch_size, in_chans, num_classes, embed_dim, depth, pool="mean", drop_rate=drop_rate)
-        self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1], embed_dim))
-        drop_path = calculate_drop_path_rates(drop_path_rate, depth)
+    def __init__(self, *, post_norm: bool = False, gamma: float = 1.0, **kwargs: Any):
+        super().__init__(**kwargs)
+        C, depth = self.embed_dim, self.depth
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1], C))
         self.blocks = nn.ModuleList(
-            VRWKVBlock(embed_dim, i, depth, post_norm=post_norm, gamma=gamma, drop_path=drop_path[i]) for i in range(depth)
+            VRWKVBlock(C, i, depth, post_norm=post_norm, gamma=gamma, drop_path=rate) for i, rate in enumerate(self.drop_path_rates)
         )
-        self.norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.norm = nn.LayerNorm(C, eps=EPS)
         self.init_weights()
 
     def init_weights(self) -> None:
         """Linear trunc_normal 0.02, biases and positions 0, the patch convolution by PyTorch's default; mixers initialise themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                init_linear(module)
             elif isinstance(module, (SpatialMix, ChannelMix)):
                 module.init_weights()
             elif isinstance(module, VRWKVBlock) and module.post_norm:
@@ -194,24 +171,14 @@ class VRWKV(Backbone):
         nn.init.zeros_(self.pos_embed)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) with positions, and the (h, w) grid of the patches.
-
-        Raises:
-            ValueError: H or W is not a multiple of the patch size.
-        """
+        """Image (B, C, H, W) -> tokens (B, T, D) with positions, and the (h, w) grid of the patches."""
         tokens, grid = self.patches(x)
-        old = list(self.grid_size)
-        return tokens + resample_abs_pos_embed(self.pos_embed, list(grid), old, num_prefix_tokens=0, antialias=False), grid
-
-    def class_feature(self, tokens: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> their mean (B, D)."""
-        return tokens.mean(dim=1)
+        return tokens + resample_positions(self.pos_embed, self.grid_size, grid), grid
 
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
         """The operator whose multiply-adds the papers count otherwise than we do, and their count for one image."""
         return "vision_ttt.bi_wkv", {"bi_wkv": self.depth * PAPER_WKV_MACS * grid[0] * grid[1] * self.embed_dim}
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Norms and biases; decay, bonus, mixtures, layer scale and positions do decay, as in the release."""
         norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
@@ -223,28 +190,12 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return rename_prefixes(state_dict, {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."})
 
 
-default_cfgs = untrained_cfgs("vrwkv")
-
-
-@register_model
-def vrwkv_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """VRWKV-T: C 192, 6,155,176 parameters."""
-    return create(VRWKV, "vrwkv_tiny_patch16_224", pretrained, **{"embed_dim": 192, **kwargs})
-
-
-@register_model
-def vrwkv_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """VRWKV-S: C 384, norms after the mixers, layer scale from 1, 23,820,136 parameters."""
-    return create(VRWKV, "vrwkv_small_patch16_224", pretrained, **{"embed_dim": 384, "post_norm": True, **kwargs})
-
-
-@register_model
-def vrwkv_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """VRWKV-B: C 768, norms after the mixers, layer scale from 1e-5, 93,645,544 parameters."""
-    return create(VRWKV, "vrwkv_base_patch16_224", pretrained, **{"embed_dim": 768, "post_norm": True, "gamma": 1e-5, **kwargs})
-
-
-@register_model
-def vrwkv_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> VRWKV:
-    """A small VRWKV-T for tests and the embedded data sets: C 64, 4 blocks, 9x9 tokens."""
-    return create(VRWKV, "vrwkv_nano_patch16_144", pretrained, **{"img_size": 144, "embed_dim": 64, "depth": 4, **kwargs})
+register_sizes(
+    VRWKV,
+    {
+        "vrwkv_tiny_patch16_224": {"embed_dim": 192},  # 6,155,176 parameters
+        "vrwkv_small_patch16_224": {"embed_dim": 384, "post_norm": True},  # 23,820,136
+        "vrwkv_base_patch16_224": {"embed_dim": 768, "post_norm": True, "gamma": 1e-5},  # 93,645,544
+        "vrwkv_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4},  # for tests and the embedded data sets: 9x9 tokens
+    },
+)

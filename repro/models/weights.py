@@ -11,20 +11,18 @@ import pickle
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from ..core.errors import UserError
 from ..core.record import atomic
-from .backbone import insert_tokens, remove_tokens
-from .registry import family_module
+from .backbone import resample_positions
 
 State = Mapping[str, Tensor]
 
@@ -47,12 +45,10 @@ def save_weights(
 
     Args:
         path: the .safetensors file.
-        model: any registered model.
-        name: its registered name.
-        options: the keyword arguments besides the name that built it (JSON values).
+        name, options: the registered name, and the further keyword arguments (JSON values) that built the model.
         preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
         classes: class names in the order of the outputs.
-        task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest; None for a classifier.
+        task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
     """
     metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | ({"task": task} if task else {})
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -64,11 +60,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata that `save_weights` wrote: model, options, preprocessing, classes, and for a dense model its task.
 
     Raises:
-        UserError: a file that does not exist, cannot be read as safetensors (for instance because it was cut short), or was not
-            written by this project.
+        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), or one that is not of this project.
     """
-    with _open(path) as stream:
-        metadata = stream.metadata() or {}
+    metadata = _read_header(path)
     if METADATA_KEY not in metadata:
         raise UserError(f"{path}: this safetensors file has none of this project's metadata, so its model is unknown")
     return json.loads(metadata[METADATA_KEY])
@@ -80,10 +74,7 @@ def is_foreign(path: Path) -> bool:
     Raises:
         UserError: no such file, or a .safetensors file that cannot be read.
     """
-    if path.suffix != ".safetensors" and path.is_file():
-        return True
-    with _open(path) as stream:
-        return METADATA_KEY not in (stream.metadata() or {})
+    return (path.suffix != ".safetensors" and path.is_file()) or METADATA_KEY not in _read_header(path)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -116,63 +107,57 @@ def read_official(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def translate_official(state: State, *modules: str) -> dict[str, Tensor]:
-    """A state dict under its official names -> the same under ours, by the first of the modules with an `official_state_dict`.
-
-    Raises:
-        UserError: no module has one.
-    """
-    translate = next((found for name in modules if (found := getattr(sys.modules[name], "official_state_dict", None))), None)
+def translate_official(state: State, module: str) -> dict[str, Tensor]:
+    """A state dict under its official names -> the same under ours, by `official_state_dict` of a family's module; a UserError without."""
+    translate = getattr(sys.modules[module], "official_state_dict", None)
     if translate is None:
         raise UserError("no official weights are known for this family")
     return translate(state)
 
 
-def load_official(model: nn.Module, state_dict: State) -> None:
-    """Fill a model with the weights of its official release, strictly: every key is used, none is missing, every shape is equal.
-
-    In a model that was built at another `img_size` than its family's default, the position embedding is resampled from the default
-    size; see `adapt_to_size`.
-
-    Args:
-        model: of a family whose module has an `official_state_dict`.
-        state_dict: tensors by their official names, as `read_official` returns them.
-
-    Raises:
-        UserError: a family without official weights, or weights that do not fit; the model is then unchanged.
-    """
-    family, default = type(model).__name__, getattr(model, "pretrained_cfg", {}).get("input_size")
-    registered = [family_module(model.built_from[0])] if hasattr(model, "built_from") else []
-    try:
-        state = translate_official(state_dict, type(model).__module__, *registered)
-    except UserError as error:
-        raise UserError(f"{family}: {error}") from None
-    state = adapt_to_size(model, state, default[-2:]) if default else state
-    load_state(model, state, f"official weights do not fit {family} as built")
+def classifier_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classifier's layers in timm's configuration of a model, which has none, one, or several of a distilled model."""
+    names = config.get("classifier") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
-def load_state(model: nn.Module, state: State, error: str) -> None:
+def load_state(
+    model: nn.Module,
+    state: State,
+    error: str,
+    *,
+    not_needed: Callable[[str], bool] = lambda key: False,
+    new: Callable[[str], bool] = lambda key: False,
+) -> dict[str, str]:
     """Fill a model strictly: every key is used, none is missing, and every shape is equal.
 
+    Args:
+        model, state: have the same names.
+        error: the beginning of the line about a misfit.
+        not_needed: which keys of `state` are left out.
+        new: which keys of the model stay as they are.
+
+    Returns:
+        A line for every key of `state`: `used` or `expected: not needed`.
+
     Raises:
-        UserError: beginning with `error`, the first three differences; the model is then unchanged.
+        UserError: the first three differences by key; the model is then unchanged.
     """
-    problems = describe_misfits(model.state_dict(), state)
-    if problems:
-        raise UserError(f"{error}: {problems}")
-    model.load_state_dict(state)
-
-
-def describe_misfits(own: State, state: State) -> str:
-    """The first three differences between a model's own state dict and another, by key; empty if they fit."""
-    problems = [f"{key} missing" for key in own if key not in state]
-    problems += [f"{key} not used" for key in state if key not in own]
+    own = model.state_dict()
+    used = {key: value for key, value in state.items() if not not_needed(key)}
+    filled = {key: value for key, value in own.items() if not new(key)}
+    problems = [f"{key} missing" for key in filled if key not in used]
+    problems += [f"{key} not used" for key in used if key not in filled]
     problems += [
-        f"{key} is {tuple(state[key].shape)}, expected {tuple(own[key].shape)}"
-        for key in own
-        if key in state and state[key].shape != own[key].shape
+        f"{key} is {tuple(used[key].shape)}, expected {tuple(filled[key].shape)}"
+        for key in filled
+        if key in used and used[key].shape != filled[key].shape
     ]
-    return "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"{error}: {'; '.join(problems[:3])}{more}")
+    model.load_state_dict(own | used)
+    return {key: "used" if key in used else "expected: not needed" for key in state}
 
 
 def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
@@ -182,10 +167,7 @@ def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int])
     length that belongs to `trained_size`. Weights of another patch stride therefore stay as they are and do not fit. timm's
     families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of relative positions.
 
-    Args:
-        model: built for its image size.
-        state: under the model's names, with the classifier.
-        trained_size: image height and width in pixels that `state` belongs to.
+    `state` has the model's names, with the classifier; `trained_size` is the image height and width in pixels that it belongs to.
     """
     if hasattr(model, "grid_of"):
         return _resample_positions(model, state, trained_size)
@@ -205,10 +187,7 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
     positions, targets = (model.prefix_positions(h * w) if shared else () for h, w in (before, after))
     if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + len(positions):
         return dict(state)
-    class_tokens = embedding[:, list(positions)]
-    patches = remove_tokens(embedding, positions)
-    patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
-    return {**state, "pos_embed": insert_tokens(patches, class_tokens, targets)}
+    return {**state, "pos_embed": resample_positions(embedding, before, after, positions, targets)}
 
 
 def _read_checkpoint(path: Path) -> Any:
@@ -234,3 +213,8 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); it may have been cut short while copying") from None
+
+
+def _read_header(path: Path) -> dict[str, str]:
+    with _open(path) as stream:
+        return stream.metadata() or {}

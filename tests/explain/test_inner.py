@@ -6,8 +6,15 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401
-from repro.explain.inner import compute_gradient_maps, compute_reconstruction_losses, find_first_chunks, mark_tokens, select_top_tokens
-from repro.explain.operator import Operands, OverrideTTTLinear
+from repro.explain.inner import (
+    OverrideTTTLinear,
+    compute_gradient_maps,
+    compute_reconstruction_losses,
+    find_first_chunks,
+    mark_tokens,
+    select_top_tokens,
+)
+from repro.models.ttt_mixer import Operands
 
 
 def nano(**options):

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 import repro.models  # noqa: F401
 from kernels import ttt_linear, ttt_linear_bidir
-from repro.explain.operator import Operands, OverrideTTTLinear
+from repro.explain.inner import OverrideTTTLinear
 from repro.explain.probes import Probe, inner_loop
+from repro.models.ttt_mixer import Operands
 
 B, T, H, D, CHUNK = 2, 11, 3, 8, 4  # a short last chunk
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
+from repro.models.weights import adapt_to_size, load_state, translate_official
 
 
 def nano(family: str, **options) -> nn.Module:
@@ -26,3 +27,10 @@ def relative(ours: Tensor, truth: Tensor) -> float:
     """The largest error as a share of the largest true value."""
     assert ours.shape == truth.shape
     return ((ours.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
+
+
+def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tuple[int, int] | None = None) -> None:
+    """What building a model from an official file does with the tensors of the file."""
+    state = translate_official(state, type(model).__module__)
+    state = adapt_to_size(model, state, trained_size) if trained_size else state
+    load_state(model, state, f"official weights do not fit {type(model).__name__} as built")

@@ -3,14 +3,12 @@
 import math
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
 from repro.models.adapter import AdapterSize, ConvFFN, DeformableAttention, Extractor, SpatialPrior, ViTAdapter, reference_points
-from repro.models.plain_vit import as_plain_backbone
 from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
 from tests.models.helpers import shaken
@@ -53,20 +51,13 @@ def test_parameters_as_published(size, width, own):
     assert (totals["vittt"], round(totals["vrwkv"] / 1e6, 2), totals["deit"]) == (vittt, vrwkv, vit)
 
 
-CASES = [*(("vittt", {"pool": pool}) for pool in POOLS), *((family, {}) for family in FAMILIES[1:]), ("class token", {})]
-
-
-def adapted(family: str, options: dict) -> ViTAdapter:
-    if family != "class token":
-        return nano(family, options=options)
-    torch.manual_seed(0)
-    return ViTAdapter(as_plain_backbone(timm.create_model("deit_nano_patch16_144", dynamic_img_size=True))).eval()
+CASES = [*(("vittt", {"pool": pool}) for pool in POOLS), *((family, {}) for family in FAMILIES[1:])]
 
 
 @pytest.mark.parametrize("family, options", CASES)
 def test_before_training_the_backbone_is_the_plain_one(family, options):
     """With γ = 0 every block returns what it returns without an adapter, bit for bit."""
-    adapter = adapted(family, options)
+    adapter = nano(family, options=options)
     found, image = block_outputs(adapter), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         adapter(image)
@@ -79,7 +70,7 @@ def test_before_training_the_backbone_is_the_plain_one(family, options):
 
 @pytest.mark.parametrize("family, options", CASES)
 def test_injection_passes_class_tokens_by(family, options):
-    adapter = adapted(family, options)
+    adapter = nano(family, options=options)
     nn.init.ones_(adapter.injectors[0].gamma)
     taken = []
     adapter.trunk.blocks[0].register_forward_pre_hook(lambda module, args: taken.append(args[0]))
@@ -258,7 +249,7 @@ def test_maps_are_tokens_prior_and_patches_added():
 
 @pytest.mark.parametrize("family, options", CASES)
 def test_gradients_reach_every_parameter(family, options):
-    adapter = shaken(adapted(family, options))
+    adapter = shaken(nano(family, options=options))
     for out in adapter(torch.randn(1, 3, 64, 96)):
         (out * torch.randn_like(out)).sum().backward(retain_graph=True)
     assert not [name for name, p in adapter.named_parameters() if p.grad is None or not p.grad.any()]

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from repro.models.backbone import PlainBackbone, remove_tokens
-from repro.models.plain_vit import PlainViT, as_plain_backbone
 from tests.models.helpers import nano, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
@@ -44,22 +43,21 @@ def test_registered_names():
         assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in SIZES}
 
 
-@each_variant
+@pytest.mark.parametrize(("family", "options"), named([case for case in VARIANTS if case is not DEIT]))
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
 def test_any_grid_and_the_protocol(family, options, size):
     """Running the parts one by one equals running the model, and intermediates are the tokens between its blocks."""
     model = shaken(nano(family, **options))
     image, grid = torch.randn(2, 3, *size), (size[0] // 16, size[1] // 16)
-    backbone = as_plain_backbone(model)
-    assert isinstance(backbone, PlainBackbone) and (backbone is model or isinstance(backbone, PlainViT))
-    positions = backbone.prefix_positions(grid[0] * grid[1])
+    assert isinstance(model, PlainBackbone)
+    positions = model.prefix_positions(grid[0] * grid[1])
     with torch.no_grad():
-        tokens, found = backbone.embed(image)
+        tokens, found = model.embed(image)
         assert found == grid and tokens.shape[1] == grid[0] * grid[1] + len(positions)
-        for block in backbone.blocks:
+        for block in model.blocks:
             tokens = block(tokens, grid)
         final, maps = model.forward_intermediates(image, indices=[0, 3], norm=True)
-        torch.testing.assert_close(backbone.norm(tokens), final)
+        torch.testing.assert_close(model.norm(tokens), final)
         torch.testing.assert_close(model.forward_features(image), final)
         torch.testing.assert_close(model.forward_head(final), model(image))
     assert [m.shape for m in maps] == [(2, 64, *grid)] * 2 and model(image).shape == (2, 10)

@@ -16,8 +16,8 @@ from torch import nn
 from repro.core.errors import UserError
 from repro.models.backbone import Backbone
 from repro.models.vit3 import ViT3
-from repro.models.weights import load_official, read_official
-from tests.models.helpers import nano
+from repro.models.weights import read_official
+from tests.models.helpers import load_official, nano
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_how_many_more_are_counted(release):
 
 
 def test_a_family_without_official_weights():
-    with pytest.raises(UserError, match="Vittt: no official weights are known"):
+    with pytest.raises(UserError, match="no official weights are known"):
         load_official(nano("vittt", depth=1), {})
 
 
@@ -174,7 +174,6 @@ class MiddleToken(Backbone):
     def __init__(self, img_size):
         super().__init__(img_size, 16, 3, 2, 4, 1, pool="mid", drop_rate=0.0)
         self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1] + 1, 4))
-        self.pretrained_cfg = {"input_size": (3, 64, 64)}
 
     def prefix_positions(self, num_patches):
         return (num_patches // 2,)
@@ -206,7 +205,7 @@ def official_file(embedding: torch.Tensor) -> dict:
 def test_positions_are_resampled_for_a_model_built_at_another_size():
     given = positions(17)
     model = MiddleToken((48, 80))
-    load_official(model, official_file(given))
+    load_official(model, official_file(given), (64, 64))
     patches = torch.cat([given[:, :8], given[:, 9:]], 1)
     grid = F.interpolate(patches.mT.reshape(1, 4, 4, 4), size=(3, 5), mode="bicubic", antialias=False).flatten(2).mT
     expected = torch.cat([grid[:, :7], given[:, 8:9], grid[:, 7:]], 1)
@@ -216,7 +215,7 @@ def test_positions_are_resampled_for_a_model_built_at_another_size():
 def test_positions_of_patches_alone_are_resampled_alone():
     given = positions(16)
     model = TokenApart((48, 80))
-    load_official(model, official_file(given))
+    load_official(model, official_file(given), (64, 64))
     expected = F.interpolate(given.mT.reshape(1, 4, 4, 4), size=(3, 5), mode="bicubic", antialias=False).flatten(2).mT
     torch.testing.assert_close(model.pos_embed.detach(), expected)
 
@@ -224,11 +223,11 @@ def test_positions_of_patches_alone_are_resampled_alone():
 def test_positions_are_taken_as_they_are_at_the_default_size():
     given = positions(17)
     model = MiddleToken(64)
-    load_official(model, official_file(given))
+    load_official(model, official_file(given), (64, 64))
     assert torch.equal(model.pos_embed, given)
 
 
 @pytest.mark.parametrize("size", [64, 32])
 def test_positions_of_another_stride_are_refused_at_any_size(size):
     with pytest.raises(UserError, match=r"pos_embed is \(1, 50, 4\), expected"):
-        load_official(MiddleToken(size), official_file(positions(50)))
+        load_official(MiddleToken(size), official_file(positions(50)), (64, 64))

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from repro.core.errors import UserError
 from repro.measure.flops import cost
 from repro.models.vim import VimMixer, official_state_dict
-from repro.models.weights import load_official
-from tests.models.helpers import nano, relative, shaken
+from tests.models.helpers import load_official, nano, relative, shaken
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vim_mixer.npz"
 WIDTHS = {"tiny": 192, "small": 384, "base": 768}

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from repro.core.errors import UserError
 from repro.measure.flops import counted_macs
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
-from repro.models.weights import load_official
-from tests.models.helpers import nano, relative, shaken
+from tests.models.helpers import load_official, nano, relative, shaken
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_model.npz"
 OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: in the operator's formula, and in the paper's script
