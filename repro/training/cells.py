@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,6 @@ from ..core.runtime import choose_device, device_label, device_slug, load_runtim
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec
 from .job import Cell, Job, Outcome, Recipe, build_job, replay_step, require_resumable, run_job, split_batch, verify_init
-from .params import TrainParams
-
-Vary = Callable[[TrainParams], tuple[TrainParams, str]]
 
 
 def train_cells(
@@ -32,8 +29,8 @@ def train_cells(
     gpus: int | None,
     *,
     recipe: Recipe | None = None,
-    vary: Vary = lambda params: (params, ""),
-    arguments: Sequence[str] = (),
+    random: bool = False,
+    epochs: int | None = None,
 ) -> list[Cell]:
     """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
 
@@ -43,9 +40,7 @@ def train_cells(
         cell: the name of one cell; None trains all.
         gpus: processes on this machine; None trains in this one.
         recipe: see `Cell`.
-        vary: changes a cell as the command line asks; returns also what that adds to its name, with which its results stand under
-            results/measured.
-        arguments: the other options of the command line, for the processes that are started.
+        random, epochs: start from random weights; train this many epochs instead. The results stand under results/measured then.
 
     Returns:
         The cells that this process trained, on rank 0.
@@ -55,20 +50,25 @@ def train_cells(
     """
     paths = find_root()
     runtime = load_runtime(paths)
-    names = [cell] if cell else section_keys(paths.params, stage)
-    slug = device_slug(choose_device(runtime.device))
+    device = choose_device(runtime.device)
+    suffix = ("_random" if random else "") + (f"_{epochs}epochs" if epochs else "")
+    results = paths.measured(device_slug(device)) if suffix else paths.results
     cells = []
-    for name in names:
-        params, suffix = vary(load_section(spec.params, paths.params, stage, name))
-        folder = paths.measured(slug) / stage / f"{name}{suffix}" if suffix else paths.cell(stage, name)
-        shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": recipe}
+    for name in [cell] if cell else section_keys(paths.params, stage):
+        params = load_section(spec.params, paths.params, stage, name)
+        if random:
+            params = dataclasses.replace(params, init=None)
+        if epochs:
+            params = params.with_epochs(epochs)
+        shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
         cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for each in cells:
             check_before_launch(each, gpus)
-        launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *arguments])
+        changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
+        launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
         return []
-    with joined(choose_device(runtime.device).type) as ranks:
+    with joined(device.type) as ranks:
         cells = [dataclasses.replace(each, ranks=ranks) for each in cells]
         for each in cells:
             train_cell(each)
@@ -103,31 +103,43 @@ def train_cell(cell: Cell) -> None:
     finished = find_finished_seeds(cell)
     outcomes: dict[int, Outcome] = {}
     job: Job | None = None
-    for place, seed in enumerate(cell.params.seeds, 1):
+    for turn, seed in enumerate(cell.params.seeds, 1):
         if seed in finished:
             continue
-        job = build_job(cell, seed, ranks)
+        job = build_job(cell, seed)
         if ranks.first:
-            _announce(cell, job, seed, place, first=not outcomes)
-        if (outcome := run_job(job, ranks)) is not None:
+            _announce(cell, job, seed, turn, first=not outcomes)
+        if (outcome := run_job(job)) is not None:
             outcomes[seed] = outcome
     if job is None or not ranks.first:
         return
     _collect_files(cell, outcomes, finished)
-    metrics = _summarise_cell(cell, job, {**finished, **{seed: outcome.metrics for seed, outcome in outcomes.items()}})
-    identity = _identify(cell, job)
+    metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
+    place = _find_place(job)
+    if ranks.world_size > 1:
+        place["device"] += f", {ranks.world_size} processes"
+    identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
     seconds = time.monotonic() - started
     for seed, outcome in outcomes.items():
         write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
     write_record(cell.folder, metrics, identity, seconds)
-    if job.device.type == "cuda":  # `repro plan` counts with it; it differs from run to run, so it is not an output of the graph
-        for outcome in outcomes.values():
-            speed = {"model": cell.params.model, "options": cell.params.options, "processes": ranks.world_size, **outcome.speed}
-            write_record(cell.paths.measured(device_slug(job.device)) / cell.stage, speed, identity, seconds, name=cell.name)
+    if job.task.device.type == "cuda":
+        record_speed(cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds)
     for outcome in outcomes.values():
-        outcome.forget()
+        shutil.rmtree(outcome.state, ignore_errors=True)
     scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
     print(f"{cell.name}: {scores} on {metrics['val_images']} held-out images of {cell.params.data}", flush=True)
+
+
+def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
+    """Write the speed of a cell's training, with which `repro plan` counts, to results/measured/<slug>/<stage>/<cell>.json.
+
+    It is that of the first of the seeds, given in order, that has one: a seed that an earlier call trained to its last step has none.
+    It differs from run to run, so it is not an output of the graph.
+    """
+    speed = next((speed for speed in speeds if speed["throughput_img_per_s"] is not None), speeds[0])
+    of = {"model": cell.params.model, "options": cell.params.options, "processes": cell.ranks.world_size}
+    write_record(cell.paths.measured(slug) / cell.stage, of | dict(speed), identity, seconds, name=cell.name)
 
 
 def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
@@ -153,14 +165,14 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     return finished
 
 
-def _announce(cell: Cell, job: Job, seed: int, place: int, *, first: bool) -> None:
+def _announce(cell: Cell, job: Job, seed: int, turn: int, *, first: bool) -> None:
     """Print what is about to be trained; the recipe and the load report once."""
     if len(cell.params.seeds) > 1:
-        print(f"{cell.name}: seed {seed}, {place} of {len(cell.params.seeds)}", flush=True)
+        print(f"{cell.name}: seed {seed}, {turn} of {len(cell.params.seeds)}", flush=True)
     if not first:
         return
     if cell.recipe is not None:
-        print("\n".join(cell.recipe(job.params, _find_facts(job, cell.ranks))[1]), flush=True)
+        print("\n".join(cell.recipe(job.params, _find_facts(job))[1]), flush=True)
     if job.load_report:
         print("\n".join(format_load_report(job.load_report)), flush=True)
 
@@ -175,17 +187,25 @@ def format_load_report(report: Mapping[str, str]) -> list[str]:
     return [f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()]
 
 
-def _find_facts(job: Job, ranks: Ranks) -> dict[str, Any]:
+def _find_facts(job: Job) -> dict[str, Any]:
     """What a recipe says of the run beside its parameters."""
+    world_size = job.cell.ranks.world_size
     return {
-        "world_size": ranks.world_size,
-        "micro_batch": job.micro_batch,
-        "accumulate": job.settings.accumulate,
-        "device": device_label(job.device),
-        "dtype": job.settings.precision,
-        "backend": _find_backend(job),
+        "world_size": world_size,
+        "micro_batch": job.params.batch_size // world_size // job.accumulate,
+        "accumulate": job.accumulate,
         "train_images": len(job.task.train.dataset),
+        **_find_place(job),
     }
+
+
+def _find_place(job: Job) -> dict[str, str]:
+    """Where the steps run, and by which implementation of the kernels."""
+    from ..models.registry import kernel_backend
+
+    network = getattr(job.task.model, "backbone", job.task.model)
+    backend = kernel_backend(network, torch_dtype(job.precision))
+    return {"device": device_label(job.task.device), "dtype": job.precision, "backend": backend}
 
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
@@ -237,13 +257,9 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
-    for name, value in first.items():
-        if (
-            name.endswith("_percent")
-            and "_previous_" not in name
-            and isinstance(value, int | float)
-            and all(name in each for each in records)
-        ):
+    for name in first:
+        scored = name.endswith("_percent") and "_previous_" not in name
+        if scored and all(isinstance(record.get(name), int | float) for record in records):
             metrics[name] = describe_sample([record[name] for record in records]).mean
     for name in spec.scores:
         sample, stem = describe_sample([record[name] for record in records]), name.removesuffix("_percent")
@@ -253,21 +269,8 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
     if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
         metrics["without_learning"] = baseline
     if cell.recipe is not None:
-        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job, cell.ranks))[0])
+        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job))[0])
     return metrics
-
-
-def _identify(cell: Cell, job: Job) -> dict[str, Any]:
-    processes = f", {cell.ranks.world_size} processes" if cell.ranks.world_size > 1 else ""
-    return make_identity(
-        cell.paths.root,
-        _code_of(cell),
-        cell.params,
-        data_manifest=cell.inputs[0],
-        device=device_label(job.device) + processes,
-        dtype=job.settings.precision,
-        backend=_find_backend(job),
-    )
 
 
 def _code_of(cell: Cell) -> list[str]:
@@ -276,30 +279,9 @@ def _code_of(cell: Cell) -> list[str]:
     return [f"stages.{cell.stage}", family_module(cell.params.model)]
 
 
-def _find_backend(job: Job) -> str:
-    from ..models.registry import kernel_backend
-
-    return kernel_backend(getattr(job.task.model, "backbone", job.task.model), torch_dtype(job.settings.precision))
-
-
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
     std = metrics.get(f"{key.removesuffix('_percent')}_std_percent")
     return f"{label} {metrics[key]:.2f}{'' if std is None else f' ± {std:.2f}'} %"
-
-
-def train_varied(stage: str, spec: TaskSpec, cell: str | None, gpus: int | None, *, random: bool, epochs: int | None) -> None:
-    """As `train_cells`, from random weights or over another number of epochs where the command line asks for it."""
-
-    def vary(params: TrainParams) -> tuple[TrainParams, str]:
-        suffix = ""
-        if random:
-            params, suffix = dataclasses.replace(params, init=None), "_random"
-        if epochs:
-            params, suffix = params.with_epochs(epochs), f"{suffix}_{epochs}epochs"
-        return params, suffix
-
-    arguments = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
-    train_cells(stage, spec, cell, gpus, vary=vary, arguments=arguments)
 
 
 def replay(stage: str, spec: TaskSpec, dump: Path, cell: str | None, gpus: int | None) -> None:

@@ -8,7 +8,6 @@ import io
 import os
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,6 @@ class Checkpointer:
         if files:
             raise UserError(f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start anew")
         return None
-
-    def clear(self) -> None:
-        """Remove the folder: the run is finished and its result is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _files(self) -> list[tuple[int, Path]]:
         """(step, file), newest first."""

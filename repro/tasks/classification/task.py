@@ -1,6 +1,6 @@
 """Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,22 +12,18 @@ from ...core.ranks import Ranks
 from ...data.classification import Batch, ToInput
 from ...data.loader import EvalLoader, TrainLoader
 from ...data.settings import TransformSettings
+from ...training.loop import Task
 from .params import MixParams
 
 
-class Classification:
-    """The engine's task: see `repro.training.loop.Task`.
+class Classification(Task):
+    """A model from images (B, 3, H, W) to logits (B, num_classes).
 
     Args:
-        model: images (B, 3, H, W) -> logits (B, num_classes).
-        train: the training batches of this rank.
-        val: the validation batches of this rank, every sample once.
-        batch_size: images per step, over all ranks together.
         transform: makes inputs of the model from batches.
-        mix: softens the targets; a mixed batch must be even.
+        mix: softens the targets; a mixed batch must be even, and the parts of a batch are mixed each within itself.
         num_classes: number of classes of the data set.
-        device: the device of the model.
-        ranks: the processes that train together.
+        model, train, val, shared: see `Task`.
     """
 
     def __init__(
@@ -36,17 +32,13 @@ class Classification:
         train: TrainLoader,
         val: EvalLoader,
         *,
-        batch_size: int,
         transform: TransformSettings,
         mix: MixParams,
         num_classes: int,
-        device: torch.device,
-        ranks: Ranks = Ranks(),
+        **shared: Any,
     ):
-        self.model = model
-        self.train, self.val, self.device, self.ranks = train, val, device, ranks
-        self.batch_size, self.steps_per_epoch = batch_size, len(train)
-        self.train_input, self.eval_input = ToInput(transform, device, training=True), ToInput(transform, device)
+        super().__init__(model, train, val, **shared)
+        self.train_input, self.eval_input = ToInput(transform, self.device, training=True), ToInput(transform, self.device)
         self.label_smoothing = mix.label_smoothing
         self.mixup = None
         if mix.mixup or mix.cutmix:
@@ -59,10 +51,6 @@ class Classification:
                 num_classes=num_classes,
             )
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on."""
-        return self.train.batches(epoch, start)
-
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy with softened targets."""
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
@@ -71,17 +59,9 @@ class Classification:
         images, soft = self.mixup(images, targets)
         return {"loss": F.cross_entropy(network(images).float(), soft)}
 
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """A batch in equal parts; each is mixed within itself."""
-        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Top-1 and top-5 in percent and the plain cross-entropy over the whole validation split, whatever the number of ranks."""
         return accuracy(model, self.val, self.eval_input, self.ranks)
-
-    def describe(self, epoch: int, number: int) -> list[str]:
-        """The files of this rank's batch."""
-        return self.train.files(epoch, number)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""

@@ -6,7 +6,6 @@ background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from torchvision.ops import FeaturePyramidNetwork, roi_align
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import LevelMapper
 
+from ..dense.base import DenseModel
 from .params import MaskRcnnParams
 
 STRIDES = (4, 8, 16, 32, 64)  # of P2 to P6
@@ -32,7 +32,7 @@ Target = Mapping[str, Tensor]
 Detections = dict[str, Tensor]  # of one image
 
 
-class MaskRcnn(nn.Module):
+class MaskRcnn(DenseModel, nn.Module):
     """Mask R-CNN.
 
     Args:
@@ -87,14 +87,6 @@ class MaskRcnn(nn.Module):
             found["boxes"] = found["boxes"] * found["boxes"].new_tensor([x, y, x, y])
             found["masks"] = paste_masks(found["masks"], found["boxes"], (to_height, to_width))
         return detections
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The backbone's groups for timm's layer-wise decay; everything else is in the last group."""
-        return self.backbone.group_matcher(coarse, prefix="backbone.")
-
-    def no_weight_decay(self) -> set[str]:
-        """The parameters that the backbone exempts."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def _features(self, images: Sequence[Tensor]) -> tuple[ImageList, dict[str, Tensor]]:
         """The images, normalised and padded at the right and the bottom to one size, a multiple of 32; and their maps P2 to P6."""
