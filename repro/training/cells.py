@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,11 +180,9 @@ def _announce(cell: Cell, job: Job, seed: int, turn: int, *, first: bool) -> Non
 
 def format_load_report(report: Mapping[str, str]) -> list[str]:
     """A load report for people: how many keys were used, and which parts are expected to be new or not needed."""
-    parts: dict[str, dict[str, int]] = {}
+    parts: dict[str, Counter] = {}
     for key, fate in report.items():
-        counts = parts.setdefault(fate, {})
-        part = key.split(".")[0]
-        counts[part] = counts.get(part, 0) + 1
+        parts.setdefault(fate, Counter())[key.split(".")[0]] += 1
     return [f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()]
 
 
@@ -210,20 +209,14 @@ def _find_place(job: Job) -> dict[str, str]:
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
     """Copy the first seed's files into the cell's folder, and write the curves of all seeds."""
-    folder, curve = cell.folder, cell.folder / "curve.csv"
+    curve = cell.folder / "curve.csv"
     rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
-    first = outcomes.get(cell.params.seeds[0])
-    if first is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for each in first.folder.iterdir():
-            target = folder / each.name
-            if each.is_dir():
-                shutil.rmtree(target, ignore_errors=True)
-                shutil.copytree(each, target)
-            else:
-                shutil.copyfile(each, target)
+    if (first := outcomes.get(cell.params.seeds[0])) is not None:
+        for part in ("snapshots", "examples"):
+            shutil.rmtree(cell.folder / part, ignore_errors=True)
+        shutil.copytree(first.folder, cell.folder, dirs_exist_ok=True)
     write_csv(curve, rows)
 
 

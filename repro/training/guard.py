@@ -19,43 +19,30 @@ from .checkpoint import set_rng_state
 _KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
 
 
-def dump_bad_step(
-    folder: Path,
-    task: Any,
-    batch: Any,
-    rng: dict[str, Any],
-    *,
-    in_a_row: int,
-    step: int,
-    epoch: int,
-    number: int,
-    autocast: Callable[[], Any],
-    accumulate: int,
-    scale: float,
-) -> None:
+def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, number: int, rng: dict[str, Any]) -> None:
     """Write `bad_step_<step>.pt` and end the run.
 
     Args:
         folder: where the dump goes.
-        task, batch, rng: what is trained, this rank's batch of the step, and the random states before it.
-        in_a_row: how many steps up to this one were not finite.
-        step: the step's number, from 1. epoch, number: the batch's place.
-        autocast, accumulate, scale: as in training: the precision's context manager, the parts of a batch, the loss scale.
+        task, training, run: the `Task`, `TrainingState` and `RunState` of `repro.training.loop`, after the step.
+        batch, number: this rank's batch of the step, and its number in the epoch.
+        rng: the random states before the step.
 
     Raises:
         RunError: always.
     """
+    step, epoch, scale = run.step, len(run.curve), training.scaler.get_scale()
     set_rng_state(rng)
-    statistics = diagnose(task, batch, autocast, accumulate, scale)
+    statistics = diagnose(task, batch, training.autocast, training.accumulate, scale)
     seen = task.ranks.gather({"rng": rng, "batch": task.describe(epoch, number), "statistics": statistics})
     path = folder / f"bad_step_{step:09d}.pt"
     if task.ranks.first:
         content = {"step": step, "epoch": epoch, "number": number, "world_size": task.ranks.world_size}
-        content |= {"accumulate": accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
+        content |= {"accumulate": training.accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
         with atomic(path) as temporary:
             torch.save(content, temporary)
     raise RunError(
-        f"step {step}: loss or gradient not finite, {in_a_row} steps in a row; the last one is in {path}: "
+        f"step {step}: loss or gradient not finite, {run.bad_in_a_row} steps in a row; the last one is in {path}: "
         f"`repro pretrain --replay-bad-step {path}` runs it again"
     )
 

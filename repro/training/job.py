@@ -190,8 +190,7 @@ def run_job(job: Job) -> Outcome | None:
         flop_per_image=cell.spec.count_flop_per_image(task) if runtime.peak_tflops else None,
         peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12,
         every=runtime.log_every_steps,
-        world_size=ranks.world_size,
-        rank=ranks.rank,
+        ranks=ranks,
     )
     cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
     try:

@@ -139,9 +139,7 @@ def fit(
                 training.step(apply=not bad)
                 run.count(numbers, finite=not bad)
                 if run.bad_in_a_row >= params.max_bad_steps:
-                    how = {"autocast": training.autocast, "accumulate": accumulate, "scale": training.scaler.get_scale()}
-                    place = {"step": run.step, "epoch": epoch, "number": number}
-                    dump_bad_step(checkpointer.folder, task, batch, rng, in_a_row=run.bad_in_a_row, **place, **how)
+                    dump_bad_step(checkpointer.folder, task, training, run, batch, number, rng)
                 rate = training.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
                 if window := watch.step(run.step, epoch, numbers, rate, images, skipped=bad):

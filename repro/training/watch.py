@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..core.errors import RunError, UserError
+from ..core.ranks import Ranks
 from ..core.record import atomic
 
 _OURS = frozenset(["step", "epoch", "lr", "images", "skipped", "seconds", "data_wait_seconds", "not_finite"])
@@ -29,11 +30,11 @@ class Watch:
     means of each window as `train/<name>`.
 
     Args:
-        folder, device: where `train.jsonl` and the TensorBoard events go (rank 0 alone writes); where the model lies.
-        jsonl, tensorboard: what is written.
+        folder, device: where `train.jsonl` and the TensorBoard events go; where the model lies.
+        jsonl, tensorboard: whether to write them; rank 0 alone writes.
         flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), peak of one device; for MFU.
         every: steps in a window; it ends where the step's number is a multiple. After a resume the first one may be shorter.
-        world_size, rank, clock: number of ranks, which this one is, and a function that gives seconds.
+        ranks, clock: the processes that train together, and a function that gives seconds.
 
     Raises:
         UserError: no TensorBoard is installed.
@@ -49,14 +50,13 @@ class Watch:
         flop_per_image: float | None = None,
         peak_flop_per_s: float | None = None,
         every: int,
-        world_size: int = 1,
-        rank: int = 0,
+        ranks: Ranks = Ranks(),
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
-        self.world_size = world_size
-        self.jsonl, self.tensorboard = jsonl and rank == 0, tensorboard and rank == 0
-        self.flop_share = 3 * flop_per_image / (peak_flop_per_s * world_size) if flop_per_image and peak_flop_per_s else None
+        self.world_size = ranks.world_size
+        self.jsonl, self.tensorboard = jsonl and ranks.first, tensorboard and ranks.first
+        self.flop_share = 3 * flop_per_image / (peak_flop_per_s * ranks.world_size) if flop_per_image and peak_flop_per_s else None
         # every rank looks, so that all of them end with the error and none waits for a rank 0 that is gone
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise UserError("TensorBoard is not installed: python -m pip install -e '.[tensorboard]', or switch it off")

@@ -59,7 +59,7 @@ if __name__ == "__main__":
             save_every_steps=200,
             checkpointer=Checkpointer(folder / "state", lambda line: None),
             snapshot=lambda epoch, model: None,
-            watch=Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, world_size=ranks.world_size, rank=ranks.rank),
+            watch=Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks),
             log=lambda line: None,
         )
         if ranks.first:

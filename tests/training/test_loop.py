@@ -418,7 +418,7 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     from repro.models.registry import build_model
     from repro.tasks.classification.params import MixParams
     from repro.tasks.classification.task import Classification
-    from repro.training.loop import TrainingState, forward_backward
+    from repro.training.loop import RunState, TrainingState, forward_backward
 
     class Loader(list):
         def files(self, epoch, number):
@@ -437,9 +437,8 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     numbers = forward_backward(task, parts, batch, 5.0)
     trained = list(seen)
     assert len(trained) == accumulate and numbers["loss"] == pytest.approx(np.mean(trained)) and torch.equal(batch[0], before)
-    how = {"epoch": 0, "number": 0, "autocast": parts.autocast, "accumulate": accumulate, "scale": 1.0}
     with pytest.raises(RunError, match="bad_step_000000006.pt"):
-        dump_bad_step(tmp_path, task, batch, rng, in_a_row=1, step=6, **how)
+        dump_bad_step(tmp_path, task, parts, RunState(step=6, bad_in_a_row=1), batch, 0, rng)
     dump = load_dump(tmp_path / "bad_step_000000006.pt")
     (of_the_dump,) = dump["ranks"]
     assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate

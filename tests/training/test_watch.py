@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from repro.core.errors import RunError, UserError
+from repro.core.ranks import Ranks
 from repro.training.watch import Watch
 
 
@@ -45,7 +46,7 @@ def run(folder, steps, **changes):
 def test_a_window_by_hand(tmp_path, jsonl):
     """Window 1: 2 + 6 s, 1 + 3 s of them waiting; 2 ranks x 32 images in 8 s; 3 x 10 FLOP x 8 img/s on 2 devices of 1200 FLOP/s."""
     clock = Clock()
-    settings = {"jsonl": jsonl, "world_size": 2, "flop_per_image": 10.0, "peak_flop_per_s": 1200.0}
+    settings = {"jsonl": jsonl, "ranks": Ranks(world_size=2), "flop_per_image": 10.0, "peak_flop_per_s": 1200.0}
     with make(tmp_path, clock, **settings) as watch:
         with watch.waiting():
             clock.now += 1
@@ -93,7 +94,7 @@ def test_a_window_by_hand(tmp_path, jsonl):
 
 def test_a_line_by_hand(tmp_path):
     clock = Clock()
-    with make(tmp_path, clock, world_size=4) as watch:
+    with make(tmp_path, clock, ranks=Ranks(world_size=4)) as watch:
         with watch.waiting():
             clock.now += 0.5
         clock.now += 0.25
@@ -155,8 +156,8 @@ def test_a_damaged_line_before_the_last_is_an_error_that_changes_nothing(tmp_pat
 def test_other_ranks_write_nothing_and_count_the_same(tmp_path, tensorboard):
     if tensorboard:
         pytest.importorskip("tensorboard")
-    first = run(tmp_path / "first", range(1, 4), world_size=2)
-    other = run(tmp_path / "other", range(1, 4), world_size=2, rank=1, tensorboard=tensorboard)
+    first = run(tmp_path / "first", range(1, 4), ranks=Ranks(world_size=2))
+    other = run(tmp_path / "other", range(1, 4), ranks=Ranks(rank=1, world_size=2), tensorboard=tensorboard)
     assert not (tmp_path / "other").exists()
     assert other.summary() == first.summary()
 

@@ -30,28 +30,12 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
         window, stride: side of the windows, and distance from one to the next, in pixels.
     """
     channels = list(backbone.channels)
-    both = {
-        "num_classes": num_classes,
-        "dropout_ratio": params.dropout,
-        "ignore_index": IGNORED,
-        "align_corners": False,
-        "norm_cfg": {"type": "BN"},
-    }
-    decode = {
-        "type": "UPerHead",
-        "in_channels": channels,
-        "in_index": [0, 1, 2, 3],
-        "channels": params.channels,
-        "pool_scales": params.pool_scales,
-    }
-    aux = {
-        "type": "FCNHead",
-        "in_channels": channels[_AUX_MAP],
-        "in_index": _AUX_MAP,
-        "channels": params.aux_channels,
-        "num_convs": 1,
-        "concat_input": False,
-    }
+    both = {"num_classes": num_classes, "dropout_ratio": params.dropout, "ignore_index": IGNORED}
+    both |= {"align_corners": False, "norm_cfg": {"type": "BN"}}
+    decode = {"type": "UPerHead", "in_channels": channels, "in_index": [0, 1, 2, 3]}
+    decode |= {"channels": params.channels, "pool_scales": params.pool_scales}
+    aux = {"type": "FCNHead", "in_channels": channels[_AUX_MAP], "in_index": _AUX_MAP}
+    aux |= {"channels": params.aux_channels, "num_convs": 1, "concat_input": False}
     loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False}
     with quiet():
         model = UperNet(
