@@ -132,7 +132,7 @@ def fit(
             epoch = len(run.curve)  # an epoch that was stopped before its evaluation has no batches left, and is evaluated
             start = run.step - epoch * steps
             task.model.train()
-            for number, batch in enumerate(_time_waiting(task.batches(epoch, start), watch), start):
+            for number, batch in enumerate(watch.time_waiting(task.batches(epoch, start)), start):
                 rng = rng_state()
                 numbers = forward_backward(task, training, batch, params.optim.clip_grad_norm)
                 bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
@@ -188,16 +188,16 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
-        named = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        return {name: part.state_dict() for name, part in (named | ({"ema": self.ema.module} if self.ema else {})).items()}
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """The inverse of `state_dict`; raises PyTorch's own error where the state belongs to another model."""
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
-        if self.ema is not None:
-            self.ema.module.load_state_dict(saved["ema"])
+        for name, part in self._parts().items():
+            part.load_state_dict(saved[name])
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return parts | ({"ema": self.ema.module} if self.ema is not None else {})
 
 
 def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_norm: float | None) -> dict[str, float]:
@@ -247,16 +247,6 @@ def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
     finally:
         for number in signals:
             signal.signal(number, before[number])
-
-
-def _time_waiting(batches: Iterator[Any], watch: Watch) -> Iterator[Any]:
-    """The batches; the watch times how long each is waited for."""
-    while True:
-        with watch.waiting():
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def _stop_if(stop: bool, received: list[int], step: int) -> None:

@@ -96,12 +96,15 @@ class Watch:
                 for stream in filter(None, (self._writer, self._file)):
                     stream.close()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Wrap the wait for the next batch; its time belongs to the step that follows."""
-        start = self.clock()
-        yield
-        self._waited += self.clock() - start
+    def time_waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; the wait for each belongs to the step that follows."""
+        while True:
+            start = self.clock()
+            batch = next(batches, None)
+            self._waited += self.clock() - start
+            if batch is None:
+                return
+            yield batch
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

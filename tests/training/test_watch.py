@@ -32,6 +32,16 @@ def lines(folder):
     return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "train.jsonl").read_text().splitlines()]
 
 
+def wait(watch, clock, seconds):
+    """Wait this long for a batch."""
+
+    def load():
+        clock.now += seconds
+        yield "batch"
+
+    assert next(watch.time_waiting(load())) == "batch"
+
+
 def run(folder, steps, **changes):
     """Steps of 1 s whose loss is their number over 4."""
     clock = Clock()
@@ -48,14 +58,12 @@ def test_a_window_by_hand(tmp_path, jsonl):
     clock = Clock()
     settings = {"jsonl": jsonl, "ranks": Ranks(world_size=2), "flop_per_image": 10.0, "peak_flop_per_s": 1200.0}
     with make(tmp_path, clock, **settings) as watch:
-        with watch.waiting():
-            clock.now += 1
+        wait(watch, clock, 1)
         clock.now += 1
         assert watch.step(1, 0, {"loss": 2.0, "grad_norm": 0.5}, 0.25, images=16) is None
         with watch.paused():
             clock.now += 1000
-        with watch.waiting():
-            clock.now += 3
+        wait(watch, clock, 3)
         clock.now += 3
         assert watch.step(2, 0, {"loss": 1.0, "grad_norm": 1.0}, 0.125, images=16) == {
             "loss": 1.5,
@@ -95,8 +103,7 @@ def test_a_window_by_hand(tmp_path, jsonl):
 def test_a_line_by_hand(tmp_path):
     clock = Clock()
     with make(tmp_path, clock, ranks=Ranks(world_size=4)) as watch:
-        with watch.waiting():
-            clock.now += 0.5
+        wait(watch, clock, 0.5)
         clock.now += 0.25
         watch.step(1, 0, {"loss": 1.5, "top1": 0.25}, 1e-3, images=8)
         # it is there before the next step starts: a state saved now is not ahead of the file
@@ -172,9 +179,9 @@ def test_summary_of_a_run_without_steps_gives_reasons(tmp_path):
     assert set(summary) == missing | {f"{name}_reason" for name in missing} | {"skipped_steps"}
 
 
-def test_the_end_of_the_data_passes_through_waiting(tmp_path):
-    with make(tmp_path) as watch, pytest.raises(StopIteration), watch.waiting():
-        next(iter(()))
+def test_all_batches_pass_through_the_clock(tmp_path):
+    with make(tmp_path) as watch:
+        assert list(watch.time_waiting(iter("abc"))) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("name", ["step", "lr", "img_per_s"])

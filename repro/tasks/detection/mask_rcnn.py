@@ -6,6 +6,7 @@ background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ RATIOS = (0.5, 1.0, 2.0)  # height to width
 BOX_SIDE, MASK_SIDE = 7, 14
 Target = Mapping[str, Tensor]
 Detections = dict[str, Tensor]  # of one image
+Sizes = list[tuple[int, int]]  # height and width of each image
 
 
 class MaskRcnn(DenseModel, nn.Module):
@@ -108,11 +110,7 @@ class Anchors(AnchorGenerator):
         super().__init__(tuple((scale * stride,) for stride in STRIDES), (RATIOS,) * len(STRIDES))
 
     def generate_anchors(
-        self,
-        scales: Sequence[float],
-        aspect_ratios: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        self, scales: Sequence[float], aspect_ratios: Sequence[float], dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> Tensor:
         """(A, 4) around the origin, with height / width = ratio and the area scale²."""
         sides = [(scale / math.sqrt(ratio), scale * math.sqrt(ratio)) for ratio in aspect_ratios for scale in scales]
@@ -192,7 +190,7 @@ class PyramidRoiAlign(nn.Module):
         super().__init__()
         self.side, self.level_of = side, LevelMapper(2, 5)
 
-    def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+    def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: Sizes) -> Tensor:
         """Maps (B, channels, ., .) by level, and boxes by image -> (K, channels, side, side), fp32."""
         levels = self.level_of(boxes)
         levels_by_image = levels.split([len(of_image) for of_image in boxes])
@@ -240,11 +238,7 @@ class Heads(RoIHeads):
                     nn.init.zeros_(parameter)
 
     def forward(
-        self,
-        features: dict[str, Tensor],
-        proposals: list[Tensor],
-        image_shapes: list[tuple[int, int]],
-        targets: Sequence[Target] | None = None,
+        self, features: dict[str, Tensor], proposals: list[Tensor], image_shapes: Sizes, targets: Sequence[Target] | None = None
     ) -> tuple[list[Detections], dict[str, Tensor]]:
         """The losses in training mode, otherwise detections with `masks` (K, S, S), probabilities within the box."""
         if self.training:
@@ -266,7 +260,7 @@ class Heads(RoIHeads):
         loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(1, masks.numel())
         return [], {"loss_cls": loss_cls, "loss_box": loss_box, "loss_mask": loss_mask}
 
-    def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+    def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: Sizes) -> Tensor:
         """Mask logits (K, S, S), fp32, each for the class of its box."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))
         return logits[torch.arange(len(logits), device=logits.device), torch.cat(labels)].float()
