@@ -1,6 +1,7 @@
 """Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from ..core.record import make_identity, read_json, write_json, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec
-from .job import Cell, Job, Outcome, Recipe, build_job, replay_step, require_resumable, run_job, split_batch, verify_init
+from .job import Cell, Job, Outcome, Recipe, build_job, require_resumable, run_job, split_batch, verify_init
 
 
 def train_cells(
@@ -277,20 +278,54 @@ def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
     return f"{label} {metrics[key]:.2f}{'' if std is None else f' ± {std:.2f}'} %"
 
 
-def replay(stage: str, spec: TaskSpec, dump: Path, cell: str | None, gpus: int | None) -> None:
-    """Run the step of a dump again and print what each layer gave; the dump's folder says which cell and seed it is of.
+def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int | None) -> None:
+    """Run the step of a dump again, in this process alone, and print what each layer gave.
+
+    The dump's folder says which cell and seed it is of.
 
     Raises:
-        UserError: see `job.replay_step`; or it is not known which cell the dump is of.
+        UserError: not a dump, or one of another model or of other data; or it is not known which cell it is of.
     """
+    from .checkpoint import set_rng_state
+    from .guard import diagnose, load_dump
+
     if gpus is not None:
         raise UserError(f"{stage}: --replay-bad-step runs in one process; leave --gpus out")
     paths = find_root()
-    runs = dump.absolute().parent
+    runs = file.absolute().parent
     known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
     cell = cell or (runs.parent.name if known else None)
     if cell not in section_keys(paths.params, stage):
-        raise UserError(f"{stage}: {dump} does not lie in the folder of a run; name its cell with --cell")
+        raise UserError(f"{stage}: {file} does not lie in the folder of a run; name its cell with --cell")
     params = load_section(spec.params, paths.params, stage, cell)
     shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
-    replay_step(dump, Cell(stage=stage, name=cell, params=params, spec=spec, **shared), int(known[1]) if known else params.seeds[0])
+    of_cell = Cell(stage=stage, name=cell, params=params, spec=spec, **shared)
+    seed = int(known[1]) if known else params.seeds[0]
+    dump = load_dump(file)
+    for rank, seen in enumerate(dump["ranks"]):
+        job = build_job(dataclasses.replace(of_cell, ranks=Ranks(rank=rank, world_size=dump["world_size"])), seed)
+        task = job.task
+        try:
+            task.model.load_state_dict(dump["model"])
+        except RuntimeError:
+            raise UserError(f"{file}: was written by a different model than {of_cell.where}") from None
+        task.model.train()
+        try:
+            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
+                raise UserError(f"{file}: its batch holds other images than {cell} has there now; the data or the seed changed")
+            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
+            set_rng_state(seen["rng"])
+            autocast = functools.partial(job.params.autocast, task.device)
+            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
+        finally:
+            job.close()
+        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        print(f"{where}: loss {found['loss']}")
+        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
+        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
+        for name, output in found["outputs"].items():
+            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
+        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
+        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
+        for name, losses in found["own"].get("inner_losses", {}).items():
+            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")

@@ -1,7 +1,6 @@
 """Jobs: one training of a cell with one seed, built from the cell's task, resumed where it was stopped, and run."""
 
 import dataclasses
-import functools
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from ..core.paths import Paths
 from ..core.ranks import Ranks
 from ..core.record import read_json, write_json, write_text
 from ..core.runtime import Runtime, choose_device, seed_everything
-from ..data.cells import DataCell, open_cell
+from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec
 from .params import TrainParams
 
@@ -60,7 +59,7 @@ class Cell:
     @property
     def inputs(self) -> tuple[Path, ...]:
         """The files, beside the code, on which a run depends: the data's manifest and the initial weights."""
-        manifest = self.paths.cell("prepare_data", self.params.data) / "manifest.json"
+        manifest = manifest_path(self.paths, self.params.data)
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
@@ -182,16 +181,12 @@ def run_job(job: Job) -> Outcome | None:
         if epoch in job.params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
 
-    watch = Watch(
-        cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}",
-        device=task.device,
-        jsonl=runtime.jsonl,
-        tensorboard=runtime.tensorboard,
-        flop_per_image=cell.spec.count_flop_per_image(task) if runtime.peak_tflops else None,
-        peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12,
-        every=runtime.log_every_steps,
-        ranks=ranks,
-    )
+    logs = cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}"
+    written = {"jsonl": runtime.jsonl, "tensorboard": runtime.tensorboard, "every": runtime.log_every_steps}
+    if runtime.peak_tflops:
+        flop_per_image = cell.spec.count_flop_per_image(task)
+        written |= {"flop_per_image": flop_per_image, "peak_flop_per_s": runtime.peak_tflops * 1e12}
+    watch = Watch(logs, device=task.device, ranks=ranks, **written)
     cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
     try:
         done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
@@ -211,45 +206,6 @@ def run_job(job: Job) -> Outcome | None:
         cell.spec.draw_examples(task, model.eval(), job.params, result / "examples")
     metrics = {"seed": seed, **_count_run(done, model, cell.spec), "weights_hash": hash_file(result / "weights.safetensors"), **summary}
     return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
-
-
-def replay_step(dump_path: Path, cell: Cell, seed: int) -> None:
-    """Run the step of a dump again, in this process alone, and print what each layer gave.
-
-    Raises:
-        UserError: not a dump, or one of another model or of other data.
-    """
-    from .checkpoint import set_rng_state
-    from .guard import diagnose, load_dump
-
-    dump = load_dump(dump_path)
-    for rank, seen in enumerate(dump["ranks"]):
-        job = build_job(dataclasses.replace(cell, ranks=Ranks(rank=rank, world_size=dump["world_size"])), seed)
-        task = job.task
-        try:
-            task.model.load_state_dict(dump["model"])
-        except RuntimeError:
-            raise UserError(f"{dump_path}: was written by a different model than {cell.where}") from None
-        task.model.train()
-        try:
-            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
-                raise UserError(f"{dump_path}: its batch holds other images than {cell.name} has there now; the data or the seed changed")
-            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
-            set_rng_state(seen["rng"])
-            autocast = functools.partial(job.params.autocast, task.device)
-            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
-        finally:
-            job.close()
-        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
-        print(f"{where}: loss {found['loss']}")
-        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
-        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
-        for name, output in found["outputs"].items():
-            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
-        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
-        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
-        for name, losses in found["own"].get("inner_losses", {}).items():
-            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")
 
 
 def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:

@@ -98,7 +98,6 @@ def fit(
     checkpointer: Checkpointer,
     snapshot: Callable[[int, nn.Module], None],
     watch: Watch,
-    log: Callable[[str], None] = print,
 ) -> tuple[RunState, nn.Module]:
     """Train from the start, or from where an earlier call stopped.
 
@@ -110,7 +109,6 @@ def fit(
         checkpointer: keeps the state between steps.
         snapshot: is called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated model.
         watch: over the steps.
-        log: takes plain lines.
 
     Returns:
         The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means of the
@@ -126,7 +124,7 @@ def fit(
     schedule.step_update(run.step)
     if run.step == 0 and ranks.first:
         snapshot(0, training.evaluated)
-    progress = Progress("step", params.epochs * steps, done=run.step, log=log, every_s=0, shown=ranks.first)
+    progress = Progress("step", params.epochs * steps, done=run.step, log=print, every_s=0, shown=ranks.first)
     with catch_signals(twice=ranks.world_size > 1) as received, progress, watch.follow(run.step):
         while len(run.curve) < params.epochs:
             epoch = len(run.curve)  # an epoch that was stopped before its evaluation has no batches left, and is evaluated

@@ -6,8 +6,6 @@ from typing import Any, Literal, Self
 from ..core.config import bounded
 from ..core.runtime import torch_dtype
 
-RESERVED_OPTIONS = ("num_classes", "img_size", "drop_path_rate")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimParams:
@@ -115,7 +113,7 @@ class TrainParams:
         for name, epochs in (("snapshot_epochs", self.snapshot_epochs), ("optim.milestones", self.optim.milestones)):
             if late := [epoch for epoch in epochs if epoch > self.epochs]:
                 raise ValueError(f"{name}: {late[0]} is after the last epoch, {self.epochs}")
-        if reserved := set(RESERVED_OPTIONS) & set(self.options):
+        if reserved := {"num_classes", "img_size", "drop_path_rate"} & set(self.options):
             raise ValueError(f"options: {min(reserved)} follows from the data, from the transform or from drop_path; leave it out")
 
     @property

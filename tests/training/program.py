@@ -60,7 +60,6 @@ if __name__ == "__main__":
             checkpointer=Checkpointer(folder / "state", lambda line: None),
             snapshot=lambda epoch, model: None,
             watch=Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks),
-            log=lambda line: None,
         )
         if ranks.first:
             torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

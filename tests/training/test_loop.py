@@ -77,7 +77,6 @@ def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lamb
         checkpointer=Checkpointer(folder, log),
         snapshot=lambda epoch, model: snapshots.append(epoch),
         watch=Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100),
-        log=lambda line: None,
     )
     if returned is not None:
         returned.append(state)

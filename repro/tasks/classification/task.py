@@ -1,5 +1,6 @@
 """Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,14 +43,8 @@ class Classification(Task):
         self.label_smoothing = mix.label_smoothing
         self.mixup = None
         if mix.mixup or mix.cutmix:
-            self.mixup = Mixup(
-                mixup_alpha=mix.mixup,
-                cutmix_alpha=mix.cutmix,
-                prob=mix.prob,
-                switch_prob=mix.switch_prob,
-                label_smoothing=mix.label_smoothing,
-                num_classes=num_classes,
-            )
+            chances = {"prob": mix.prob, "switch_prob": mix.switch_prob, "label_smoothing": mix.label_smoothing}
+            self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy with softened targets."""
@@ -67,15 +62,12 @@ class Classification(Task):
         """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""
         found: dict[str, Any] = {}
 
-        def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                losses = module.inner_losses(inputs[0])
-                found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
-
-            return hook
+        def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            losses = module.inner_losses(inputs[0])
+            found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
 
         learners = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "inner_losses")]
-        hooks = [module.register_forward_pre_hook(note(name)) for name, module in learners]
+        hooks = [module.register_forward_pre_hook(functools.partial(note, name)) for name, module in learners]
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.model(self.eval_input(batch[0]))

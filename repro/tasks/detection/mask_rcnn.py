@@ -154,17 +154,11 @@ class ProposalNetwork(RegionProposalNetwork):
     """The region proposal network with an L1 loss."""
 
     def __init__(self, params: MaskRcnnParams):
-        super().__init__(
-            Anchors(params.anchor_scale),
-            ProposalHead(params.fpn_channels, len(RATIOS)),
-            fg_iou_thresh=0.7,
-            bg_iou_thresh=0.3,
-            batch_size_per_image=params.rpn_samples,
-            positive_fraction=0.5,
-            pre_nms_top_n={"training": params.train_candidates, "testing": params.test_candidates},
-            post_nms_top_n={"training": params.train_proposals, "testing": params.test_proposals},
-            nms_thresh=0.7,
-        )
+        head = ProposalHead(params.fpn_channels, len(RATIOS))
+        sampling = {"fg_iou_thresh": 0.7, "bg_iou_thresh": 0.3, "batch_size_per_image": params.rpn_samples, "positive_fraction": 0.5}
+        before = {"training": params.train_candidates, "testing": params.test_candidates}
+        after = {"training": params.train_proposals, "testing": params.test_proposals}
+        super().__init__(Anchors(params.anchor_scale), head, **sampling, pre_nms_top_n=before, post_nms_top_n=after, nms_thresh=0.7)
         self.proposal_matcher = IouMatcher(0.7, 0.3, min_quality=0.3)
         self.min_size = torch.finfo(torch.float32).tiny  # drops only empty boxes
 
@@ -211,22 +205,15 @@ class Heads(RoIHeads):
     """
 
     def __init__(self, num_classes: int, params: MaskRcnnParams):
-        super().__init__(
-            PyramidRoiAlign(BOX_SIDE),
-            TwoMLPHead(params.fpn_channels * BOX_SIDE**2, params.box_channels),
-            FastRCNNPredictor(params.box_channels, num_classes),
-            fg_iou_thresh=0.5,
-            bg_iou_thresh=0.5,
-            batch_size_per_image=params.roi_samples,
-            positive_fraction=0.25,
-            bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
-            score_thresh=params.min_score,
-            nms_thresh=0.5,
-            detections_per_img=params.max_detections,
-            mask_roi_pool=PyramidRoiAlign(MASK_SIDE),
-            mask_head=MaskRCNNHeads(params.fpn_channels, (params.mask_channels,) * params.mask_layers, 1),
-            mask_predictor=MaskRCNNPredictor(params.mask_channels, params.mask_channels, num_classes),
-        )
+        box_head = TwoMLPHead(params.fpn_channels * BOX_SIDE**2, params.box_channels)
+        box_predictor = FastRCNNPredictor(params.box_channels, num_classes)
+        mask_head = MaskRCNNHeads(params.fpn_channels, (params.mask_channels,) * params.mask_layers, 1)
+        mask_predictor = MaskRCNNPredictor(params.mask_channels, params.mask_channels, num_classes)
+        masks = {"mask_roi_pool": PyramidRoiAlign(MASK_SIDE), "mask_head": mask_head, "mask_predictor": mask_predictor}
+        sampling = {"fg_iou_thresh": 0.5, "bg_iou_thresh": 0.5, "batch_size_per_image": params.roi_samples, "positive_fraction": 0.25}
+        boxes = {"bbox_reg_weights": (10.0, 10.0, 5.0, 5.0), "score_thresh": params.min_score}
+        boxes |= {"nms_thresh": 0.5, "detections_per_img": params.max_detections}
+        super().__init__(PyramidRoiAlign(BOX_SIDE), box_head, box_predictor, **sampling, **boxes, **masks)
         self.proposal_matcher = IouMatcher(0.5, 0.5, min_quality=0.5)
         for layer in (self.box_head.fc6, self.box_head.fc7):
             nn.init.xavier_uniform_(layer.weight)
