@@ -95,7 +95,7 @@ class TaskSpec(abc.ABC):
         """The same scores of a method that learns nothing, on embedded data where there is one."""
         return None
 
-    def draw_examples(self, task: Any, model: Any, params: Any, folder: Path) -> None:
+    def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
         """Draw what a trained model, in eval mode, sees in some validation images, as PNGs in a folder; nothing by default."""
         return
 

@@ -203,7 +203,7 @@ def run_job(job: Job) -> Outcome | None:
     if job.load_report:
         write_text(result / "load_report.txt", "".join(f"{fate:<22} {key}\n" for key, fate in job.load_report.items()))
     if seed == cell.params.seeds[0]:
-        cell.spec.draw_examples(task, model.eval(), job.params, result / "examples")
+        cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
     metrics = {"seed": seed, **_count_run(done, model, cell.spec), "weights_hash": hash_file(result / "weights.safetensors"), **summary}
     return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
 

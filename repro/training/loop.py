@@ -47,8 +47,9 @@ class Task(abc.ABC):
         return self.train.batches(epoch, start)
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
-        """A batch, here a tuple of tensors, in equal parts."""
-        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
+        """A batch, which is a tuple of tensors or lists, in equal parts."""
+        size = len(batch[0]) // parts
+        return [tuple(column[start : start + size] for column in batch) for start in range(0, size * parts, size)]
 
     def describe(self, epoch: int, number: int) -> list[str]:
         """The files of a batch."""

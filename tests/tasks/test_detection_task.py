@@ -227,7 +227,7 @@ def test_a_drawing_shows_detections(tmp_path):
     masks[0, 34:60, 8:30] = masks[1, 36:60, 36:60] = True
     boxes = torch.tensor([[8.0, 34.0, 30.0, 60.0], [36.0, 36.0, 60.0, 60.0]])
     found = {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.9, 0.4]), "masks": masks}
-    drawn = draw(image, found, ["square", "disc"])
+    drawn = draw(image, found, ["square", "disc"], min_score=0.5)
     drawn.save(tmp_path / "drawn.png")
     assert drawn.size == (512, 512)
     coloured = np.ptp(np.asarray(drawn)[4::8, 4::8].astype(int), axis=2) > 40  # the picture itself is grey

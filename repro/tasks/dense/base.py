@@ -16,6 +16,7 @@ from ...training.params import TrainParams
 from ..spec import Predictor, Sight, TaskSpec
 
 EXAMPLES = 4  # pictures of the validation split that are drawn with what was found in them
+EXAMPLES_MIN_SCORE = 0.5  # of the detections in these
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ class DenseSpec(TaskSpec):
         """The scores of an `OtsuBaseline` on the validation images at their own size; its examples are the training `instances`."""
 
     @abc.abstractmethod
-    def draw_example(self, task: Any, model: Any, params: Any, index: int) -> tuple[str, Any]:
-        """A name, and a PIL image of what a model in eval mode sees in a validation image."""
+    def name_example(self, dataset: Any, index: int, target: Any) -> str:
+        """The name of the drawing of a validation image, whose sample has this target."""
 
     @abc.abstractmethod
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
@@ -100,11 +101,13 @@ class DenseSpec(TaskSpec):
         instances = data.open_instances("train")
         return self.score_baseline(OtsuBaseline(read_examples(instances)), task, instances)
 
-    def draw_examples(self, task: Any, model: Any, params: Any, folder: Path) -> None:
-        for index in range(min(EXAMPLES, len(task.val.dataset))):
-            name, image = self.draw_example(task, model, params, index)
-            with atomic(folder / f"{name}.png") as temporary:
-                image.save(temporary, "PNG")
+    def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
+        dataset = task.val.dataset
+        for index in range(min(EXAMPLES, len(dataset))):
+            image, target = dataset[(0, index)]
+            drawing = self.look(model, params.transform, classes, EXAMPLES_MIN_SCORE, image).drawing
+            with atomic(folder / f"{self.name_example(dataset, index, target)}.png") as temporary:
+                drawing.save(temporary, "PNG")
 
     def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
         from ...models.pyramid import build_pyramid

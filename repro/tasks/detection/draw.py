@@ -16,7 +16,7 @@ _LEGIBLE = 512  # pixels of the short side from which on labels can be read besi
 _COLOURS = [tuple(round(255 * part) for part in colour) for colour in colormaps["tab10"].colors]
 
 
-def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score: float = 0.5) -> Image.Image:
+def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score: float) -> Image.Image:
     """Boxes, masks, class names and scores on a picture, which is enlarged where it is small.
 
     Args:

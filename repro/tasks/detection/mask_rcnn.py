@@ -6,7 +6,6 @@ background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,13 +107,9 @@ class Anchors(AnchorGenerator):
 
     def __init__(self, scale: float):
         super().__init__(tuple((scale * stride,) for stride in STRIDES), (RATIOS,) * len(STRIDES))
-
-    def generate_anchors(
-        self, scales: Sequence[float], aspect_ratios: Sequence[float], dtype: torch.dtype = torch.float32, device: Any = "cpu"
-    ) -> Tensor:
-        """(A, 4) around the origin, with height / width = ratio and the area scale²."""
-        sides = [(scale / math.sqrt(ratio), scale * math.sqrt(ratio)) for ratio in aspect_ratios for scale in scales]
-        return torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in sides], dtype=dtype, device=device)
+        roots = [math.sqrt(ratio) for ratio in RATIOS]
+        sides = [[(scale * stride / root, scale * stride * root) for root in roots] for stride in STRIDES]
+        self.cell_anchors = [torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in level]) for level in sides]
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         """(A, 4) for each image, in fp32 whatever the dtype of the maps: bf16 cannot represent every pixel position beyond 256."""

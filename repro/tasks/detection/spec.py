@@ -56,13 +56,8 @@ class Detect(DenseSpec):
             results += to_results(image_id, baseline.detect(image), task.category_ids)
         return coco_metrics(task.annotations, results)
 
-    def draw_example(self, task: Any, model: Any, params: DetectParams, index: int) -> tuple[str, Any]:
-        from .draw import draw
-
-        dataset = task.val.dataset
-        image, target = dataset[(0, index)]
-        (found,) = model.detect([image], [tuple(image.shape[1:])])
-        return target["image_id"], draw(image, found, dataset.instances.classes)
+    def name_example(self, dataset: Any, index: int, target: Any) -> str:
+        return str(target["image_id"])
 
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
         from ...data.detection import resize

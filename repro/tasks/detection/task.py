@@ -40,12 +40,6 @@ class Detection(Task):
         losses = network(images, targets)
         return {"loss": sum(losses.values()), **losses}
 
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """A batch in equal parts."""
-        images, targets = batch
-        size = len(images) // parts
-        return [(images[start : start + size], targets[start : start + size]) for start in range(0, size * parts, size)]
-
     def evaluate(self, model: MaskRcnn) -> dict[str, float]:
         """Average precision over the validation images of all ranks, and their number; sizes without objects are left out."""
         results, images_seen = [], 0

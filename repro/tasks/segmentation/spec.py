@@ -62,12 +62,8 @@ class Segment(DenseSpec):
 
         return measure(label_map, batches(), len(task.classes))[0]
 
-    def draw_example(self, task: Any, model: Any, params: SegmentParams, index: int) -> tuple[str, Any]:
-        from .draw import draw, predict
-
-        dataset = task.val.dataset
-        image, _ = dataset[(0, index)]
-        return dataset.name(index).rpartition(".")[0], draw(image, predict(model, image, params.transform), task.classes)
+    def name_example(self, dataset: Any, index: int, target: Any) -> str:
+        return dataset.name(index).rpartition(".")[0]
 
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
         from .draw import draw, predict
