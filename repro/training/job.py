@@ -239,7 +239,7 @@ def verify_init(cell: Cell) -> None:
         UserError: no such file, an empty one, or one with another hash than its record or the parameters state.
     """
     init, path = cell.params.init, cell.init
-    if init is None or path is None:
+    if init is None:
         return
     where = f"{cell.where}.init"
     if not path.is_file():
