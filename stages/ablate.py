@@ -29,7 +29,7 @@ def command(
     from repro.papers.vision_ttt.grid import run_variants
     from repro.papers.vision_ttt.recipe import describe_recipe
     from repro.training.cells import train_cells
-    from repro.training.throughput import measure_throughput
+    from repro.training.grid import measure_throughput
 
     if not grid and variant is None:
         for trained in train_cells("ablate", SPEC, cell, gpus, recipe=describe_recipe):

@@ -15,6 +15,6 @@ EpochsOption = Annotated[int | None, typer.Option(min=1, help="Train this many e
 
 def command(cell: CellOption = None, gpus: GpusOption = None, random: RandomOption = False, epochs: EpochsOption = None) -> None:
     """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
-    from repro.training.cells import train_varied
+    from repro.training.cells import train_cells
 
-    train_varied("detect", SPEC, cell, gpus, random=random, epochs=epochs)
+    train_cells("detect", SPEC, cell, gpus, random=random, epochs=epochs)

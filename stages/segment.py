@@ -12,6 +12,6 @@ STAGE = Stage(
 
 def command(cell: CellOption = None, gpus: GpusOption = None, random: RandomOption = False, epochs: EpochsOption = None) -> None:
     """Train a segmenter on a pretrained backbone, and measure mIoU; a stopped run continues where it was."""
-    from repro.training.cells import train_varied
+    from repro.training.cells import train_cells
 
-    train_varied("segment", SPEC, cell, gpus, random=random, epochs=epochs)
+    train_cells("segment", SPEC, cell, gpus, random=random, epochs=epochs)

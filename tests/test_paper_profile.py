@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from repro.core.config import load_section, load_yaml
-from repro.core.ranks import Ranks
 from repro.core.runtime import seed_everything
-from repro.tasks.spec import Datasets, Setting
+from repro.tasks.spec import Datasets
 from stages import load_stages
 
 PROFILE = Path(__file__).parents[1] / "profiles" / "paper.yaml"
@@ -64,8 +63,8 @@ def test_a_batch_goes_through_every_cell(stage, cell):
     model, _ = spec.build_model(dataclasses.replace(params, init=None), names, None, f"{stage}.{cell}")
     loader = Loader([batch])
     datasets = Datasets(train=loader.dataset, val=loader.dataset, classes=names)
-    setting = Setting(where=f"{stage}.{cell}", device=torch.device("cpu"), ranks=Ranks())
-    task = spec.build_task(model.train(), loader, loader, datasets, params, setting)
+    parts = {"model": model.train(), "train": loader, "val": loader, "batch_size": 2, "device": torch.device("cpu")}
+    task = spec.build_task(datasets, params, **parts)
     loss = task.loss(model, batch)["loss"]
     loss.backward()
     assert torch.isfinite(loss)

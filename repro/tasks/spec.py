@@ -27,21 +27,6 @@ class Datasets:
     alone: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Where and with whom one training runs.
-
-    Args:
-        where: the cell for messages, e.g. `pretrain.vittt_nano_digits`.
-        device: the device of the model.
-        ranks: the processes that train together.
-    """
-
-    where: str
-    device: Any
-    ranks: Any
-
-
 class Sight(NamedTuple):
     """What a model sees in one picture: a line for people, plain data for JSON, and the picture drawn over (None where nothing is drawn)."""
 
@@ -55,14 +40,14 @@ class Predictor:
     """A trained model, ready for a person's own pictures.
 
     Args:
-        prepare: a picture, uint8 (3, H, W), to what `look` takes.
         look: prepared pictures, at most `batch_size` of them, to what is seen in each.
+        prepare: a picture, uint8 (3, H, W), to what `look` takes.
         batch_size: how many pictures go through the model at once.
         draws: whether `look` draws.
     """
 
-    prepare: Callable[[Any], Any]
     look: Callable[[Sequence[Any]], list[Sight]]
+    prepare: Callable[[Any], Any] = lambda picture: picture
     batch_size: int = 1
     draws: bool = True
 
@@ -95,8 +80,8 @@ class TaskSpec(abc.ABC):
         """
 
     @abc.abstractmethod
-    def build_task(self, model: Any, train: Any, val: Any, datasets: Datasets, params: Any, setting: Setting) -> Any:
-        """The engine's task (see `repro.training.loop.Task`) around a model on its device and the two loaders."""
+    def build_task(self, datasets: Datasets, params: Any, **parts: Any) -> Any:
+        """The task of the loop; `parts` are the arguments of `repro.training.loop.Task`."""
 
     @abc.abstractmethod
     def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
@@ -110,7 +95,7 @@ class TaskSpec(abc.ABC):
         """The same scores of a method that learns nothing, on embedded data where there is one."""
         return None
 
-    def draw_examples(self, task: Any, model: Any, params: Any, folder: Path) -> None:
+    def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
         """Draw what a trained model, in eval mode, sees in some validation images, as PNGs in a folder; nothing by default."""
         return
 

@@ -1,11 +1,13 @@
 """Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,7 @@ from ..core.record import make_identity, read_json, write_json, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec
-from .job import Cell, Job, Outcome, Recipe, build_job, replay_step, require_resumable, run_job, split_batch, verify_init
-from .params import TrainParams
-
-Vary = Callable[[TrainParams], tuple[TrainParams, str]]
+from .job import Cell, Job, Outcome, Recipe, build_job, require_resumable, run_job, split_batch, verify_init
 
 
 def train_cells(
@@ -32,8 +31,8 @@ def train_cells(
     gpus: int | None,
     *,
     recipe: Recipe | None = None,
-    vary: Vary = lambda params: (params, ""),
-    arguments: Sequence[str] = (),
+    random: bool = False,
+    epochs: int | None = None,
 ) -> list[Cell]:
     """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
 
@@ -43,9 +42,7 @@ def train_cells(
         cell: the name of one cell; None trains all.
         gpus: processes on this machine; None trains in this one.
         recipe: see `Cell`.
-        vary: changes a cell as the command line asks; returns also what that adds to its name, with which its results stand under
-            results/measured.
-        arguments: the other options of the command line, for the processes that are started.
+        random, epochs: start from random weights; train this many epochs instead. The results stand under results/measured then.
 
     Returns:
         The cells that this process trained, on rank 0.
@@ -55,20 +52,25 @@ def train_cells(
     """
     paths = find_root()
     runtime = load_runtime(paths)
-    names = [cell] if cell else section_keys(paths.params, stage)
-    slug = device_slug(choose_device(runtime.device))
+    device = choose_device(runtime.device)
+    suffix = ("_random" if random else "") + (f"_{epochs}epochs" if epochs else "")
+    results = paths.measured(device_slug(device)) if suffix else paths.results
     cells = []
-    for name in names:
-        params, suffix = vary(load_section(spec.params, paths.params, stage, name))
-        folder = paths.measured(slug) / stage / f"{name}{suffix}" if suffix else paths.cell(stage, name)
-        shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": recipe}
+    for name in [cell] if cell else section_keys(paths.params, stage):
+        params = load_section(spec.params, paths.params, stage, name)
+        if random:
+            params = dataclasses.replace(params, init=None)
+        if epochs:
+            params = params.with_epochs(epochs)
+        shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
         cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for each in cells:
             check_before_launch(each, gpus)
-        launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *arguments])
+        changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
+        launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
         return []
-    with joined(choose_device(runtime.device).type) as ranks:
+    with joined(device.type) as ranks:
         cells = [dataclasses.replace(each, ranks=ranks) for each in cells]
         for each in cells:
             train_cell(each)
@@ -103,31 +105,43 @@ def train_cell(cell: Cell) -> None:
     finished = find_finished_seeds(cell)
     outcomes: dict[int, Outcome] = {}
     job: Job | None = None
-    for place, seed in enumerate(cell.params.seeds, 1):
+    for turn, seed in enumerate(cell.params.seeds, 1):
         if seed in finished:
             continue
-        job = build_job(cell, seed, ranks)
+        job = build_job(cell, seed)
         if ranks.first:
-            _announce(cell, job, seed, place, first=not outcomes)
-        if (outcome := run_job(job, ranks)) is not None:
+            _announce(cell, job, seed, turn, first=not outcomes)
+        if (outcome := run_job(job)) is not None:
             outcomes[seed] = outcome
     if job is None or not ranks.first:
         return
     _collect_files(cell, outcomes, finished)
-    metrics = _summarise_cell(cell, job, {**finished, **{seed: outcome.metrics for seed, outcome in outcomes.items()}})
-    identity = _identify(cell, job)
+    metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
+    place = _find_place(job)
+    if ranks.world_size > 1:
+        place["device"] += f", {ranks.world_size} processes"
+    identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
     seconds = time.monotonic() - started
     for seed, outcome in outcomes.items():
         write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
     write_record(cell.folder, metrics, identity, seconds)
-    if job.device.type == "cuda":  # `repro plan` counts with it; it differs from run to run, so it is not an output of the graph
-        for outcome in outcomes.values():
-            speed = {"model": cell.params.model, "options": cell.params.options, "processes": ranks.world_size, **outcome.speed}
-            write_record(cell.paths.measured(device_slug(job.device)) / cell.stage, speed, identity, seconds, name=cell.name)
+    if job.task.device.type == "cuda":
+        record_speed(cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds)
     for outcome in outcomes.values():
-        outcome.forget()
+        shutil.rmtree(outcome.state, ignore_errors=True)
     scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
     print(f"{cell.name}: {scores} on {metrics['val_images']} held-out images of {cell.params.data}", flush=True)
+
+
+def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
+    """Write the speed of a cell's training, with which `repro plan` counts, to results/measured/<slug>/<stage>/<cell>.json.
+
+    It is that of the first of the seeds, given in order, that has one: a seed that an earlier call trained to its last step has none.
+    It differs from run to run, so it is not an output of the graph.
+    """
+    speed = next((speed for speed in speeds if speed["throughput_img_per_s"] is not None), speeds[0])
+    of = {"model": cell.params.model, "options": cell.params.options, "processes": cell.ranks.world_size}
+    write_record(cell.paths.measured(slug) / cell.stage, of | dict(speed), identity, seconds, name=cell.name)
 
 
 def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
@@ -153,57 +167,57 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     return finished
 
 
-def _announce(cell: Cell, job: Job, seed: int, place: int, *, first: bool) -> None:
+def _announce(cell: Cell, job: Job, seed: int, turn: int, *, first: bool) -> None:
     """Print what is about to be trained; the recipe and the load report once."""
     if len(cell.params.seeds) > 1:
-        print(f"{cell.name}: seed {seed}, {place} of {len(cell.params.seeds)}", flush=True)
+        print(f"{cell.name}: seed {seed}, {turn} of {len(cell.params.seeds)}", flush=True)
     if not first:
         return
     if cell.recipe is not None:
-        print("\n".join(cell.recipe(job.params, _find_facts(job, cell.ranks))[1]), flush=True)
+        print("\n".join(cell.recipe(job.params, _find_facts(job))[1]), flush=True)
     if job.load_report:
         print("\n".join(format_load_report(job.load_report)), flush=True)
 
 
 def format_load_report(report: Mapping[str, str]) -> list[str]:
     """A load report for people: how many keys were used, and which parts are expected to be new or not needed."""
-    parts: dict[str, dict[str, int]] = {}
+    parts: dict[str, Counter] = {}
     for key, fate in report.items():
-        counts = parts.setdefault(fate, {})
-        part = key.split(".")[0]
-        counts[part] = counts.get(part, 0) + 1
+        parts.setdefault(fate, Counter())[key.split(".")[0]] += 1
     return [f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()]
 
 
-def _find_facts(job: Job, ranks: Ranks) -> dict[str, Any]:
+def _find_facts(job: Job) -> dict[str, Any]:
     """What a recipe says of the run beside its parameters."""
+    world_size = job.cell.ranks.world_size
     return {
-        "world_size": ranks.world_size,
-        "micro_batch": job.micro_batch,
-        "accumulate": job.settings.accumulate,
-        "device": device_label(job.device),
-        "dtype": job.settings.precision,
-        "backend": _find_backend(job),
+        "world_size": world_size,
+        "micro_batch": job.params.batch_size // world_size // job.accumulate,
+        "accumulate": job.accumulate,
         "train_images": len(job.task.train.dataset),
+        **_find_place(job),
     }
+
+
+def _find_place(job: Job) -> dict[str, str]:
+    """Where the steps run, and by which implementation of the kernels."""
+    from ..models.registry import kernel_backend
+
+    network = getattr(job.task.model, "backbone", job.task.model)
+    backend = kernel_backend(network, torch_dtype(job.precision))
+    return {"device": device_label(job.task.device), "dtype": job.precision, "backend": backend}
 
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
     """Copy the first seed's files into the cell's folder, and write the curves of all seeds."""
-    folder, curve = cell.folder, cell.folder / "curve.csv"
+    curve = cell.folder / "curve.csv"
     rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
-    first = outcomes.get(cell.params.seeds[0])
-    if first is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for each in first.folder.iterdir():
-            target = folder / each.name
-            if each.is_dir():
-                shutil.rmtree(target, ignore_errors=True)
-                shutil.copytree(each, target)
-            else:
-                shutil.copyfile(each, target)
+    if (first := outcomes.get(cell.params.seeds[0])) is not None:
+        for part in ("snapshots", "examples"):
+            shutil.rmtree(cell.folder / part, ignore_errors=True)
+        shutil.copytree(first.folder, cell.folder, dirs_exist_ok=True)
     write_csv(curve, rows)
 
 
@@ -237,13 +251,9 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
-    for name, value in first.items():
-        if (
-            name.endswith("_percent")
-            and "_previous_" not in name
-            and isinstance(value, int | float)
-            and all(name in each for each in records)
-        ):
+    for name in first:
+        scored = name.endswith("_percent") and "_previous_" not in name
+        if scored and all(isinstance(record.get(name), int | float) for record in records):
             metrics[name] = describe_sample([record[name] for record in records]).mean
     for name in spec.scores:
         sample, stem = describe_sample([record[name] for record in records]), name.removesuffix("_percent")
@@ -253,21 +263,8 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
     if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
         metrics["without_learning"] = baseline
     if cell.recipe is not None:
-        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job, cell.ranks))[0])
+        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job))[0])
     return metrics
-
-
-def _identify(cell: Cell, job: Job) -> dict[str, Any]:
-    processes = f", {cell.ranks.world_size} processes" if cell.ranks.world_size > 1 else ""
-    return make_identity(
-        cell.paths.root,
-        _code_of(cell),
-        cell.params,
-        data_manifest=cell.inputs[0],
-        device=device_label(job.device) + processes,
-        dtype=job.settings.precision,
-        backend=_find_backend(job),
-    )
 
 
 def _code_of(cell: Cell) -> list[str]:
@@ -276,46 +273,59 @@ def _code_of(cell: Cell) -> list[str]:
     return [f"stages.{cell.stage}", family_module(cell.params.model)]
 
 
-def _find_backend(job: Job) -> str:
-    from ..models.registry import kernel_backend
-
-    return kernel_backend(getattr(job.task.model, "backbone", job.task.model), torch_dtype(job.settings.precision))
-
-
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
     std = metrics.get(f"{key.removesuffix('_percent')}_std_percent")
     return f"{label} {metrics[key]:.2f}{'' if std is None else f' ± {std:.2f}'} %"
 
 
-def train_varied(stage: str, spec: TaskSpec, cell: str | None, gpus: int | None, *, random: bool, epochs: int | None) -> None:
-    """As `train_cells`, from random weights or over another number of epochs where the command line asks for it."""
+def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int | None) -> None:
+    """Run the step of a dump again, in this process alone, and print what each layer gave.
 
-    def vary(params: TrainParams) -> tuple[TrainParams, str]:
-        suffix = ""
-        if random:
-            params, suffix = dataclasses.replace(params, init=None), "_random"
-        if epochs:
-            params, suffix = params.with_epochs(epochs), f"{suffix}_{epochs}epochs"
-        return params, suffix
-
-    arguments = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
-    train_cells(stage, spec, cell, gpus, vary=vary, arguments=arguments)
-
-
-def replay(stage: str, spec: TaskSpec, dump: Path, cell: str | None, gpus: int | None) -> None:
-    """Run the step of a dump again and print what each layer gave; the dump's folder says which cell and seed it is of.
+    The dump's folder says which cell and seed it is of.
 
     Raises:
-        UserError: see `job.replay_step`; or it is not known which cell the dump is of.
+        UserError: not a dump, or one of another model or of other data; or it is not known which cell it is of.
     """
+    from .checkpoint import set_rng_state
+    from .guard import diagnose, load_dump
+
     if gpus is not None:
         raise UserError(f"{stage}: --replay-bad-step runs in one process; leave --gpus out")
     paths = find_root()
-    runs = dump.absolute().parent
+    runs = file.absolute().parent
     known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
     cell = cell or (runs.parent.name if known else None)
     if cell not in section_keys(paths.params, stage):
-        raise UserError(f"{stage}: {dump} does not lie in the folder of a run; name its cell with --cell")
+        raise UserError(f"{stage}: {file} does not lie in the folder of a run; name its cell with --cell")
     params = load_section(spec.params, paths.params, stage, cell)
     shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
-    replay_step(dump, Cell(stage=stage, name=cell, params=params, spec=spec, **shared), int(known[1]) if known else params.seeds[0])
+    of_cell = Cell(stage=stage, name=cell, params=params, spec=spec, **shared)
+    seed = int(known[1]) if known else params.seeds[0]
+    dump = load_dump(file)
+    for rank, seen in enumerate(dump["ranks"]):
+        job = build_job(dataclasses.replace(of_cell, ranks=Ranks(rank=rank, world_size=dump["world_size"])), seed)
+        task = job.task
+        try:
+            task.model.load_state_dict(dump["model"])
+        except RuntimeError:
+            raise UserError(f"{file}: was written by a different model than {of_cell.where}") from None
+        task.model.train()
+        try:
+            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
+                raise UserError(f"{file}: its batch holds other images than {cell} has there now; the data or the seed changed")
+            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
+            set_rng_state(seen["rng"])
+            autocast = functools.partial(job.params.autocast, task.device)
+            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
+        finally:
+            job.close()
+        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        print(f"{where}: loss {found['loss']}")
+        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
+        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
+        for name, output in found["outputs"].items():
+            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
+        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
+        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
+        for name, losses in found["own"].get("inner_losses", {}).items():
+            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")

@@ -8,7 +8,6 @@ import io
 import os
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +60,19 @@ class Checkpointer:
         """
         for torn in self.folder.glob(".step_*.tmp"):  # of a process that was killed while it wrote
             torn.unlink()
-        files, damaged = self._files(), []
-        for step, path in files:
+        files = self._files()
+        for place, (step, path) in enumerate(files):
             content = path.read_bytes()
             if short_hash(content) != _NAME.match(path.name)[2]:
                 self.log(f"{path}: damaged (its hash differs); passing over it")
-                damaged.append(path)
                 continue
-            for useless in damaged:  # else it would count as one of the two generations
-                useless.unlink()
+            for _, damaged in files[:place]:  # else it would count as one of the two generations
+                damaged.unlink()
             self.log(f"continuing after step {step} from {path.name}")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if files:
             raise UserError(f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start anew")
         return None
-
-    def clear(self) -> None:
-        """Remove the folder: the run is finished and its result is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _files(self) -> list[tuple[int, Path]]:
         """(step, file), newest first."""

@@ -6,15 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.errors import Interrupted, RunError
-from ..core.runtime import Runtime, choose_device, usable_cores
+from ..core.record import make_identity, read_json, write_record
+from ..core.runtime import Runtime, choose_device, device_label, usable_cores
 from ..core.ui import print_table
+from ..measure.speed import RowSpec, measure
 from .cells import find_finished_seeds, train_cell
 from .job import Cell
-from .throughput import has_throughput, measure_throughput
+
+BATCHES = (64, 32, 16, 8, 4, 2, 1)  # the first is that of Fig. 6 of Vision-TTT
+DTYPE = {"cpu": "fp32", "cuda": "fp16"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,13 +69,55 @@ def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> No
 def train_one(name: str, variant: Variant, *, speed: bool) -> None:
     """Train one variant in this process. Raises as `train_cell`."""
     if variant.missing:
-        train_cell(dataclasses.replace(variant.cell, runtime=_limit_threads(variant.cell.runtime)))
+        runtime, given = variant.cell.runtime, os.environ.get("OMP_NUM_THREADS")
+        if runtime.threads and given:  # the threads that a process was given limit those of params.yaml, which all processes share
+            runtime = dataclasses.replace(runtime, threads=min(runtime.threads, int(given)))
+        train_cell(dataclasses.replace(variant.cell, runtime=runtime))
     if speed:
         _measure(name, variant)
 
 
+def measure_throughput(cell: Cell) -> float | None:
+    """Measure a trained classifier and write speed.json into the cell's folder; images per second, or None with the reason there.
+
+    The batch is 64, or the largest power of two below that for which memory suffices; weights and inputs are fp32 on a CPU and fp16
+    on a GPU.
+
+    Raises:
+        RunError: the measuring process broke.
+    """
+    started, params, threads = time.monotonic(), cell.params, cell.runtime.threads
+    device, side = choose_device(cell.runtime.device), params.transform.image_size
+    of = {"model": params.model, "options": params.options, "image_size": (side, side)}
+    on = {"dtype": DTYPE[device.type], "device": device.type, "threads": threads}
+    for batch_size in BATCHES:
+        try:
+            row = measure(RowSpec(**of, **on, batch_size=batch_size))
+        except RuntimeError as error:
+            raise RunError(f"{cell.where}: {error}") from None
+        if row["status"] != "oom":
+            break
+    shown = {"device": device_label(device, threads), "dtype": on["dtype"]}  # the training may have had fewer threads
+    metrics = {name: row[name] for name in ("throughput_img_per_s", "latency_ms", "macs_g", "backend")}
+    metrics |= {"batch_size": batch_size, "weights_hash": _hash_weights(cell, "metrics.json"), **shown}
+    if row["status"] != "ok":
+        metrics |= {f"{name}_reason": row["reason"] for name in ("throughput_img_per_s", "latency_ms")}
+    identity = make_identity(cell.paths.root, [f"stages.{cell.stage}"], params, backend=str(row["backend"]), **shown)
+    write_record(cell.folder, metrics, identity, time.monotonic() - started, name="speed")
+    return row["throughput_img_per_s"]
+
+
+def _has_throughput(cell: Cell) -> bool:
+    """Whether the cell's folder has a speed.json of the weights that lie there."""
+    return (cell.folder / "speed.json").is_file() and _hash_weights(cell, "speed.json") == _hash_weights(cell, "metrics.json")
+
+
+def _hash_weights(cell: Cell, record: str) -> str:
+    return read_json(cell.folder / record)["metrics"]["weights_hash"]
+
+
 def _measure(name: str, variant: Variant) -> None:
-    if not has_throughput(variant.cell):
+    if not _has_throughput(variant.cell):
         rate = measure_throughput(variant.cell)
         print(f"{name}: {'no throughput' if rate is None else f'{rate:.0f} images/s'}", flush=True)
 
@@ -81,7 +127,7 @@ def _show_plan(variants: Mapping[str, Variant]) -> None:
     for name, variant in variants.items():
         missing = variant.missing
         waiting += len(missing)
-        done = "done" if missing or has_throughput(variant.cell) else "measure its speed"
+        done = "done" if missing or _has_throughput(variant.cell) else "measure its speed"
         rows.append([name, variant.changes, f"train seeds {', '.join(map(str, missing))}" if missing else done])
     print_table(["variant", "what it changes", "to do"], rows)
     one = next(iter(variants.values())).cell.params
@@ -125,7 +171,7 @@ def _train_all(waiting: Mapping[str, Variant], jobs: int) -> dict[str, str]:
 
 def _start(variant: Variant, environment: Mapping[str, str], log: Path) -> subprocess.Popen:
     log.parent.mkdir(parents=True, exist_ok=True)
-    command: Sequence[str] = [sys.executable, "-m", "repro", variant.cell.stage, *variant.arguments]
+    command = [sys.executable, "-m", "repro", variant.cell.stage, *variant.arguments]
     with open(log, "w", encoding="utf-8") as stream:
         # in a session of its own: a Ctrl-C in the terminal reaches it through this process alone, and once
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
@@ -146,9 +192,3 @@ def _find_environment(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
         return os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
     threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     return os.environ | {"OMP_NUM_THREADS": str(max(1, threads // jobs))}
-
-
-def _limit_threads(runtime: Runtime) -> Runtime:
-    """The threads that a process was given limit those of params.yaml, which all processes share."""
-    given = os.environ.get("OMP_NUM_THREADS")
-    return dataclasses.replace(runtime, threads=min(runtime.threads, int(given))) if runtime.threads and given else runtime

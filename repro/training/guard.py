@@ -4,8 +4,6 @@ The dump holds what is needed to run the step again (weights, random states, the
 every layer's output and every parameter's gradient, and what the task adds, like the inner losses of TTT layers.
 """
 
-import dataclasses
-import io
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,72 +13,42 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import RunError, UserError
-from ..core.ranks import Ranks
 from ..core.record import atomic
-from .checkpoint import rng_state, set_rng_state
+from .checkpoint import set_rng_state
 
 _KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
 
 
-@dataclasses.dataclass(kw_only=True)
-class Guard:
-    """Ends a run with a dump of its last step.
+def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, number: int, rng: dict[str, Any]) -> None:
+    """Write `bad_step_<step>.pt` and end the run.
 
     Args:
-        folder: where the dump is written.
+        folder: where the dump goes.
+        task, training, run: the `Task`, `TrainingState` and `RunState` of `repro.training.loop`, after the step.
+        batch, number: this rank's batch of the step, and its number in the epoch.
+        rng: the random states before the step.
+
+    Raises:
+        RunError: always.
     """
-
-    folder: Path
-
-    def remember(self) -> None:
-        """Keep the random states before a step, with which the step can be run again."""
-        self._rng = rng_state()
-
-    def dump(
-        self,
-        task: Any,
-        batch: Any,
-        *,
-        in_a_row: int,
-        step: int,
-        epoch: int,
-        number: int,
-        autocast: Callable[[], Any],
-        ranks: Ranks,
-        accumulate: int,
-        scale: float,
-    ) -> None:
-        """Write `bad_step_<step>.pt` and end the run.
-
-        Args:
-            task: see `repro.training.loop.Task`.
-            batch: this rank's batch of the step.
-            in_a_row: how many steps up to this one were not finite.
-            step: the step's number, from 1. epoch, number: the batch's place.
-            autocast, accumulate, scale: as in training: the precision's context manager, the parts of a batch, the loss scale.
-
-        Raises:
-            RunError: always.
-        """
-        set_rng_state(self._rng)
-        statistics = diagnose(task, batch, autocast, accumulate, scale)
-        seen = ranks.gather({"rng": self._rng, "batch": task.describe(epoch, number), "statistics": statistics})
-        path = self.folder / f"bad_step_{step:09d}.pt"
-        if ranks.first:
-            content = {"step": step, "epoch": epoch, "number": number, "world_size": ranks.world_size}
-            content |= {"accumulate": accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
-            buffer = io.BytesIO()
-            torch.save(content, buffer)
-            with atomic(path) as temporary:
-                temporary.write_bytes(buffer.getbuffer())
-        raise RunError(
-            f"step {step}: loss or gradient not finite, {in_a_row} steps in a row; the last one is in {path}: "
-            f"`repro pretrain --replay-bad-step {path}` runs it again"
-        )
+    step, epoch, scale = run.step, len(run.curve), training.scaler.get_scale()
+    set_rng_state(rng)
+    statistics = diagnose(task, batch, training.autocast, training.accumulate, scale)
+    seen = task.ranks.gather({"rng": rng, "batch": task.describe(epoch, number), "statistics": statistics})
+    path = folder / f"bad_step_{step:09d}.pt"
+    if task.ranks.first:
+        content = {"step": step, "epoch": epoch, "number": number, "world_size": task.ranks.world_size}
+        content |= {"accumulate": training.accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
+        with atomic(path) as temporary:
+            torch.save(content, temporary)
+    raise RunError(
+        f"step {step}: loss or gradient not finite, {run.bad_in_a_row} steps in a row; the last one is in {path}: "
+        f"`repro pretrain --replay-bad-step {path}` runs it again"
+    )
 
 
 def load_dump(path: Path) -> dict[str, Any]:
-    """Read what `Guard.dump` wrote.
+    """Read what `dump_bad_step` wrote.
 
     Raises:
         UserError: no such file, or not a dump.

@@ -1,7 +1,6 @@
 """Jobs: one training of a cell with one seed, built from the cell's task, resumed where it was stopped, and run."""
 
 import dataclasses
-import functools
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ from ..core.paths import Paths
 from ..core.ranks import Ranks
 from ..core.record import read_json, write_json, write_text
 from ..core.runtime import Runtime, choose_device, seed_everything
-from ..data.cells import DataCell, open_cell
-from ..tasks.spec import Setting, TaskSpec
-from .params import LoopParams, TrainParams
+from ..data.cells import DataCell, manifest_path, open_cell
+from ..tasks.spec import TaskSpec
+from .params import TrainParams
 
 # the parameters of a training and facts about the run -> the recipe for recipe.json, and its lines for people
 Recipe = Callable[[TrainParams, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
@@ -60,7 +59,7 @@ class Cell:
     @property
     def inputs(self) -> tuple[Path, ...]:
         """The files, beside the code, on which a run depends: the data's manifest and the initial weights."""
-        manifest = self.paths.cell("prepare_data", self.params.data) / "manifest.json"
+        manifest = manifest_path(self.paths, self.params.data)
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
@@ -74,24 +73,25 @@ class Job:
 
     Args:
         cell, params: what is trained; the parameters have one seed.
-        task: see `repro.training.loop.Task`; its loaders are `train` and `val`.
-        settings: of the loop.
-        device: the device of the model.
+        task: see `repro.training.loop.Task`.
+        accumulate: parts into which a batch of a process is cut.
         data: the prepared data set.
         described: what weights files say beside the weights, see `repro.models.weights.save_weights`.
         load_report: what became of each key of the initial weights.
-        micro_batch: images of a process that go through the model at once.
     """
 
     cell: Cell
     params: TrainParams
     task: Any
-    settings: LoopParams
-    device: Any
+    accumulate: int
     data: DataCell
     described: Mapping[str, Any]
     load_report: Mapping[str, str]
-    micro_batch: int
+
+    @property
+    def precision(self) -> str:
+        """`fp32`, `bf16` or `fp16`."""
+        return self.params.resolve_precision(self.task.device)
 
     def close(self) -> None:
         """End the loaders' processes."""
@@ -106,19 +106,22 @@ class Outcome:
     Args:
         metrics: the record of this seed.
         curve: a row per epoch.
-        folder: holds weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt.
+        state: the folder from which a next call would continue; to be removed when the record is written.
         speed: see `repro.training.watch.Watch.summary`.
-        forget: removes the state from which a next call would continue; to be called when the record is written.
     """
 
     metrics: dict[str, Any]
     curve: list[dict[str, float]]
-    folder: Path
+    state: Path
     speed: Mapping[str, Any]
-    forget: Callable[[], None]
+
+    @property
+    def folder(self) -> Path:
+        """Holds weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt."""
+        return self.state / "result"
 
 
-def build_job(cell: Cell, seed: int, ranks: Ranks) -> Job:
+def build_job(cell: Cell, seed: int) -> Job:
     """Everything that a training with one seed is made of.
 
     Raises:
@@ -128,9 +131,11 @@ def build_job(cell: Cell, seed: int, ranks: Ranks) -> Job:
 
     from ..data.loader import EvalLoader, TrainLoader
 
-    params, runtime, spec = cell.params.with_seed(seed), cell.runtime, cell.spec
+    params, runtime, spec, ranks = cell.params.with_seed(seed), cell.runtime, cell.spec, cell.ranks
     share, micro_batch = split_batch(params, runtime, ranks, cell.where)
-    device = find_device(runtime, ranks)
+    device = choose_device(runtime.device)
+    if device.type == "cuda" and ranks.world_size > 1:
+        device = torch.device("cuda", ranks.local_rank)
     data = open_cell(cell.paths, runtime, params.data)
     datasets = spec.open_datasets(data, params)
     if runtime.threads:
@@ -147,30 +152,13 @@ def build_job(cell: Cell, seed: int, ranks: Ranks) -> Job:
     order = {"seed": seed, "groups": datasets.groups, "batches_per_epoch": params.steps_per_epoch}
     train = TrainLoader(datasets.train, batch_size=share, **order, **here)
     val = EvalLoader(datasets.val, batch_size=1 if datasets.alone else micro_batch, **here)
-    task = spec.build_task(model, train, val, datasets, params, Setting(where=cell.where, device=device, ranks=ranks))
-    settings = LoopParams(
-        epochs=params.epochs,
-        evaluate_every=params.evaluate_every,
-        precision=resolve_precision(params.precision, device),
-        accumulate=share // micro_batch,
-        ema_decay=params.ema_decay,
-        max_bad_steps=params.max_bad_steps,
-        save_every_steps=runtime.save_every_steps,
-    )
-    return Job(
-        cell=cell,
-        params=params,
-        task=task,
-        settings=settings,
-        device=device,
-        data=data,
-        described=described,
-        load_report=load_report,
-        micro_batch=micro_batch,
-    )
+    parts = {"model": model, "train": train, "val": val, "batch_size": params.batch_size, "device": device, "ranks": ranks}
+    task = spec.build_task(datasets, params, **parts)
+    made = {"data": data, "described": described, "load_report": load_report}
+    return Job(cell=cell, params=params, task=task, accumulate=share // micro_batch, **made)
 
 
-def run_job(job: Job, ranks: Ranks) -> Outcome | None:
+def run_job(job: Job) -> Outcome | None:
     """Train, or continue where an earlier call stopped, and keep the results beside the run's state.
 
     Returns:
@@ -181,8 +169,8 @@ def run_job(job: Job, ranks: Ranks) -> Outcome | None:
     from .loop import fit
     from .watch import Watch
 
-    cell, seed = job.cell, job.params.seeds[0]
-    runtime, state = cell.runtime, cell.state_folder(seed)
+    cell, seed, task = job.cell, job.params.seeds[0], job.task
+    runtime, ranks, state = cell.runtime, cell.ranks, cell.state_folder(seed)
     if ranks.first:
         write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
@@ -193,34 +181,18 @@ def run_job(job: Job, ranks: Ranks) -> Outcome | None:
         if epoch in job.params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
 
-    checkpointer = Checkpointer(state)
-    watches: list[Watch] = []
-    new_watch = functools.partial(
-        Watch,
-        cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}",
-        device=job.device,
-        jsonl=runtime.jsonl,
-        tensorboard=runtime.tensorboard,
-        flop_per_image=cell.spec.count_flop_per_image(job.task) if runtime.peak_tflops else None,
-        peak_flop_per_s=runtime.peak_tflops and runtime.peak_tflops * 1e12,
-        every=runtime.log_every_steps,
-        world_size=ranks.world_size,
-        rank=ranks.rank,
-    )
+    logs = cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}"
+    written = {"jsonl": runtime.jsonl, "tensorboard": runtime.tensorboard, "every": runtime.log_every_steps}
+    if runtime.peak_tflops:
+        flop_per_image = cell.spec.count_flop_per_image(task)
+        written |= {"flop_per_image": flop_per_image, "peak_flop_per_s": runtime.peak_tflops * 1e12}
+    watch = Watch(logs, device=task.device, ranks=ranks, **written)
+    cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
     try:
-        done, model = fit(
-            job.task,
-            job.params.optim,
-            job.settings,
-            device=job.device,
-            ranks=ranks,
-            checkpointer=checkpointer,
-            snapshot=snapshot,
-            watch=lambda step: watches.append(new_watch(resumed_step=step)) or watches[-1],
-        )
+        done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
     finally:
         job.close()
-    summary = cell.spec.summarise(job.task, done.curve[-1])
+    summary = cell.spec.summarise(task, done.curve[-1])
     if (name := "unreadable_images") in summary:  # each rank counts its own
         summary[name] = int(ranks.sum([summary[name]])[0])
     if not ranks.first:
@@ -231,48 +203,9 @@ def run_job(job: Job, ranks: Ranks) -> Outcome | None:
     if job.load_report:
         write_text(result / "load_report.txt", "".join(f"{fate:<22} {key}\n" for key, fate in job.load_report.items()))
     if seed == cell.params.seeds[0]:
-        cell.spec.draw_examples(job.task, model.eval(), job.params, result / "examples")
+        cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
     metrics = {"seed": seed, **_count_run(done, model, cell.spec), "weights_hash": hash_file(result / "weights.safetensors"), **summary}
-    return Outcome(metrics=metrics, curve=done.curve, folder=result, speed=watches[-1].summary(), forget=checkpointer.clear)
-
-
-def replay_step(dump_path: Path, cell: Cell, seed: int) -> None:
-    """Run the step of a dump again, in this process alone, and print what each layer gave.
-
-    Raises:
-        UserError: not a dump, or one of another model or of other data.
-    """
-    from .checkpoint import set_rng_state
-    from .guard import diagnose, load_dump
-
-    dump = load_dump(dump_path)
-    for rank, seen in enumerate(dump["ranks"]):
-        job = build_job(cell, seed, Ranks(rank=rank, world_size=dump["world_size"]))
-        task = job.task
-        try:
-            task.model.load_state_dict(dump["model"])
-        except RuntimeError:
-            raise UserError(f"{dump_path}: was written by a different model than {cell.where}") from None
-        task.model.train()
-        try:
-            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
-                raise UserError(f"{dump_path}: its batch holds other images than {cell.name} has there now; the data or the seed changed")
-            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
-            set_rng_state(seen["rng"])
-            autocast = functools.partial(job.settings.autocast, job.device.type)
-            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
-        finally:
-            job.close()
-        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
-        print(f"{where}: loss {found['loss']}")
-        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
-        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
-        for name, output in found["outputs"].items():
-            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
-        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
-        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
-        for name, losses in found["own"].get("inner_losses", {}).items():
-            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")
+    return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
 
 
 def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
@@ -283,19 +216,6 @@ def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str)
         what = "an even number" if params.needs_even_parts else "a number"
         raise UserError(f"runtime.micro_batch: {micro_batch} does not fit {share} images of a process; take {what} that divides it")
     return share, micro_batch
-
-
-def find_device(runtime: Runtime, ranks: Ranks) -> Any:
-    """This process's device."""
-    import torch
-
-    device = choose_device(runtime.device)
-    return torch.device("cuda", ranks.local_rank) if device.type == "cuda" and ranks.world_size > 1 else device
-
-
-def resolve_precision(asked: str, device: Any) -> str:
-    """`auto` becomes bf16 on GPUs and fp32 elsewhere."""
-    return asked if asked != "auto" else "bf16" if device.type == "cuda" else "fp32"
 
 
 def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
@@ -319,7 +239,7 @@ def verify_init(cell: Cell) -> None:
         UserError: no such file, an empty one, or one with another hash than its record or the parameters state.
     """
     init, path = cell.params.init, cell.init
-    if init is None or path is None:
+    if init is None:
         return
     where = f"{cell.where}.init"
     if not path.is_file():

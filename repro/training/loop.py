@@ -1,12 +1,13 @@
 """The training loop: one readable screen (`fit`) that calls objects."""
 
+import abc
 import contextlib
 import dataclasses
 import functools
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3
@@ -17,39 +18,54 @@ from ..core.errors import Interrupted, UserError
 from ..core.ranks import Ranks
 from ..core.ui import Progress
 from .checkpoint import Checkpointer, rng_state, set_rng_state
-from .guard import Guard
+from .guard import dump_bad_step
 from .optim import build_optimizer, build_schedule
-from .params import LoopParams, OptimParams
+from .params import TrainParams
 from .watch import Watch, format_window
 
 LOSS_SCALE = 512.0  # at the start of fp16, mmsegmentation's; it doubles every 2,000 good steps
 
 
-class Task(Protocol):
-    """What the engine trains.
+class Task(abc.ABC):
+    """What the loop trains.
 
-    `batches(epoch, start)` yields this rank's batches of an epoch from batch number `start` on, the same ones in the same order every
-    time; `split(batch, parts)` cuts one into equal parts. `loss(network, batch)` calls the network, which is `model` or its parallel
-    wrapper, and returns scalar tensors: `loss` is minimised, and all of them are logged. `evaluate(model)` returns numbers over all
-    ranks together. `describe(epoch, number)` names the samples of a batch, and `inspect(batch)` says what the task knows about one
-    that went wrong, both in types that `torch.load(weights_only=True)` allows.
+    Args:
+        model: the model, on its device.
+        train, val: the batches of this rank: those of training, and every validation sample once.
+        batch_size: images per step, over all ranks together.
+        device: the device of the model.
+        ranks: the processes that train together.
     """
 
-    model: nn.Module
-    batch_size: int
-    steps_per_epoch: int
+    def __init__(self, model: nn.Module, train: Any, val: Any, *, batch_size: int, device: torch.device, ranks: Ranks = Ranks()):
+        self.model, self.train, self.val = model, train, val
+        self.device, self.ranks = device, ranks
+        self.batch_size, self.steps_per_epoch = batch_size, len(train)
 
-    def batches(self, epoch: int, start: int) -> Iterator[Any]: ...
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of an epoch from number `start` on, the same ones in the same order every time."""
+        return self.train.batches(epoch, start)
 
-    def split(self, batch: Any, parts: int) -> Sequence[Any]: ...
+    def split(self, batch: Any, parts: int) -> Sequence[Any]:
+        """A batch, which is a tuple of tensors or lists, in equal parts."""
+        size = len(batch[0]) // parts
+        return [tuple(column[start : start + size] for column in batch) for start in range(0, size * parts, size)]
 
-    def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]: ...
+    def describe(self, epoch: int, number: int) -> list[str]:
+        """The files of a batch."""
+        return self.train.files(epoch, number)
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]: ...
+    @abc.abstractmethod
+    def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Scalars by name, all of which are logged, and `loss` is minimised; `network` is the model or its parallel wrapper."""
 
-    def describe(self, epoch: int, number: int) -> list[str]: ...
+    @abc.abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Numbers over the validation samples of all ranks, by a model in eval mode."""
 
-    def inspect(self, batch: Any) -> dict[str, Any]: ...
+    @abc.abstractmethod
+    def inspect(self, batch: Any) -> dict[str, Any]:
+        """What is known about a batch that went wrong, in types that `torch.load(weights_only=True)` allows."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -76,28 +92,24 @@ class RunState:
 
 def fit(
     task: Task,
-    optim: OptimParams,
-    settings: LoopParams,
+    params: TrainParams,
     *,
-    device: torch.device,
-    ranks: Ranks,
+    accumulate: int = 1,
+    save_every_steps: int,
     checkpointer: Checkpointer,
     snapshot: Callable[[int, nn.Module], None],
-    watch: Callable[[int], Watch],
-    log: Callable[[str], None] = print,
+    watch: Watch,
 ) -> tuple[RunState, nn.Module]:
     """Train from the start, or from where an earlier call stopped.
 
     Args:
-        task: model, batches, loss and evaluation.
-        optim: optimiser and schedule.
-        settings: epochs, precision, accumulation and cadences.
-        device: the device of the model.
-        ranks: the processes that train together; rank 0 writes.
+        task: model, batches, loss and evaluation, and the processes that train together, of which rank 0 writes.
+        params: epochs, precision, cadences, optimiser and schedule.
+        accumulate: parts into which each batch of a rank is cut; they run one after the other and their gradients are averaged.
+        save_every_steps: steps between two states saved within an epoch.
         checkpointer: keeps the state between steps.
         snapshot: is called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated model.
-        watch: makes the watch over the steps from the number of steps that an earlier process finished.
-        log: takes plain lines.
+        watch: over the steps.
 
     Returns:
         The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means of the
@@ -105,44 +117,41 @@ def fit(
 
     Raises:
         Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
-        RunError: `settings.max_bad_steps` steps in a row were not finite.
+        RunError: `params.max_bad_steps` steps in a row were not finite.
     """
-    training = TrainingState.build(task, optim, settings, device, ranks)
-    steps = task.steps_per_epoch
-    schedule = build_schedule(training.optimizer, optim, task.batch_size, settings.epochs, steps)
+    training, ranks, steps = TrainingState(task, params, accumulate), task.ranks, task.steps_per_epoch
+    schedule = build_schedule(training.optimizer, params.optim, task.batch_size, params.epochs, steps)
     run = _restore(checkpointer, training, ranks)
-    guard = Guard(folder=checkpointer.folder)
     schedule.step_update(run.step)
     if run.step == 0 and ranks.first:
         snapshot(0, training.evaluated)
-    progress = Progress("step", settings.epochs * steps, done=run.step, log=log, every_s=0, shown=ranks.first)
-    with catch_signals(twice=ranks.world_size > 1) as received, progress, watch(run.step) as watched:
-        while len(run.curve) < settings.epochs:
+    progress = Progress("step", params.epochs * steps, done=run.step, log=print, every_s=0, shown=ranks.first)
+    with catch_signals(twice=ranks.world_size > 1) as received, progress, watch.follow(run.step):
+        while len(run.curve) < params.epochs:
             epoch = len(run.curve)  # an epoch that was stopped before its evaluation has no batches left, and is evaluated
             start = run.step - epoch * steps
             task.model.train()
-            for number, batch in enumerate(_time_waiting(task.batches(epoch, start), watched), start):
-                guard.remember()
-                numbers = forward_backward(task, training, batch, optim.clip_grad_norm)
+            for number, batch in enumerate(watch.time_waiting(task.batches(epoch, start)), start):
+                rng = rng_state()
+                numbers = forward_backward(task, training, batch, params.optim.clip_grad_norm)
                 bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
                 training.step(apply=not bad)
                 run.count(numbers, finite=not bad)
-                if run.bad_in_a_row >= settings.max_bad_steps:
-                    how = {"autocast": training.autocast, "accumulate": training.accumulate, "scale": training.scaler.get_scale()}
-                    guard.dump(task, batch, in_a_row=run.bad_in_a_row, step=run.step, epoch=epoch, number=number, ranks=ranks, **how)
+                if run.bad_in_a_row >= params.max_bad_steps:
+                    dump_bad_step(checkpointer.folder, task, training, run, batch, number, rng)
                 rate = training.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
-                if window := watched.step(run.step, epoch, numbers, rate, images, skipped=bad):
+                if window := watch.step(run.step, epoch, numbers, rate, images, skipped=bad):
                     progress.update(run.step, format_window(window))
                 schedule.step_update(run.step)
                 # saved before the evaluation, which may take longer than the sender of a signal waits
-                if stop or number + 1 == steps or run.step % settings.save_every_steps == 0:
-                    with watched.paused():
+                if stop or number + 1 == steps or run.step % save_every_steps == 0:
+                    with watch.paused():
                         _save(checkpointer, run, training, ranks)
                     _stop_if(stop, received, run.step)
-            with watched.paused():
-                evaluate = (epoch + 1) % settings.evaluate_every == 0 or epoch + 1 == settings.epochs
-                _end_epoch(task, run, training, ranks, epoch + 1, evaluate)
+            with watch.paused():
+                evaluate = (epoch + 1) % params.evaluate_every == 0 or epoch + 1 == params.epochs
+                _end_epoch(task, run, training, evaluate)
                 if ranks.first:
                     snapshot(epoch + 1, training.evaluated)
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
@@ -150,39 +159,23 @@ def fit(
     return run, training.evaluated
 
 
-@dataclasses.dataclass(kw_only=True)
 class TrainingState:
     """What the steps change. `network` is the model or its parallel wrapper; `evaluated` is the moving average where there is one."""
 
-    model: nn.Module
-    network: nn.Module
-    evaluated: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    ema: ModelEmaV3 | None
-    autocast: Callable[[], contextlib.AbstractContextManager]
-    accumulate: int
-
-    @classmethod
-    def build(cls, task: Task, optim: OptimParams, settings: LoopParams, device: torch.device, ranks: Ranks) -> "TrainingState":
-        """The state at the start of a task's training."""
-        optimizer = build_optimizer(task.model, optim, task.batch_size)
-        network = task.model
-        if ranks.world_size > 1:
-            own = [device.index] if device.type == "cuda" else None
+    def __init__(self, task: Task, params: TrainParams, accumulate: int):
+        self.model = self.network = self.evaluated = task.model
+        self.optimizer = build_optimizer(task.model, params.optim, task.batch_size)
+        if task.ranks.world_size > 1:
+            own = [task.device.index] if task.device.type == "cuda" else None
             # buffers, such as a frozen W0, never change
-            network = DistributedDataParallel(network, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False)
-        ema = ModelEmaV3(task.model, decay=settings.ema_decay) if settings.ema_decay else None
-        return cls(
-            model=task.model,
-            network=network,
-            evaluated=ema.module if ema else task.model,
-            optimizer=optimizer,
-            scaler=torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=settings.precision == "fp16"),
-            ema=ema,
-            autocast=functools.partial(settings.autocast, device.type),
-            accumulate=settings.accumulate,
-        )
+            self.network = DistributedDataParallel(task.model, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False)
+        self.ema = ModelEmaV3(task.model, decay=params.ema_decay) if params.ema_decay else None
+        if self.ema is not None:
+            self.evaluated = self.ema.module
+        scaled = params.resolve_precision(task.device) == "fp16"
+        self.scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE, enabled=scaled)
+        self.autocast = functools.partial(params.autocast, task.device)
+        self.accumulate = accumulate
 
     def step(self, *, apply: bool) -> None:
         """Take the optimiser's step, or leave it out where `apply` is False."""
@@ -194,16 +187,16 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
-        named = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        return {name: part.state_dict() for name, part in (named | ({"ema": self.ema.module} if self.ema else {})).items()}
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """The inverse of `state_dict`; raises PyTorch's own error where the state belongs to another model."""
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
-        if self.ema is not None:
-            self.ema.module.load_state_dict(saved["ema"])
+        for name, part in self._parts().items():
+            part.load_state_dict(saved[name])
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return parts | ({"ema": self.ema.module} if self.ema is not None else {})
 
 
 def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_norm: float | None) -> dict[str, float]:
@@ -255,28 +248,18 @@ def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
             signal.signal(number, before[number])
 
 
-def _time_waiting(batches: Iterator[Any], watched: Watch) -> Iterator[Any]:
-    """The batches; the watch times how long each is waited for."""
-    while True:
-        with watched.waiting():
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
-
-
 def _stop_if(stop: bool, received: list[int], step: int) -> None:
     if stop:  # the signal may have come to another rank
         raise Interrupted(received[0] if received else signal.SIGTERM, f"the state after step {step} is saved")
 
 
-def _end_epoch(task: Task, run: RunState, training: TrainingState, ranks: Ranks, epoch: int, evaluate: bool) -> None:
-    steps = max(1, run.epoch_steps) * ranks.world_size
-    means = {f"train_{name}": total / steps for name, total in zip(run.epoch_sums, ranks.sum([*run.epoch_sums.values()]))}
+def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: bool) -> None:
+    steps = max(1, run.epoch_steps) * task.ranks.world_size
+    means = {f"train_{name}": total / steps for name, total in zip(run.epoch_sums, task.ranks.sum([*run.epoch_sums.values()]))}
     training.evaluated.eval()
     validation = task.evaluate(training.evaluated) if evaluate else {}
     rate = training.optimizer.param_groups[0]["lr"]
-    run.curve.append({"epoch": epoch, "step": run.step, "lr": rate, **means, **validation})
+    run.curve.append({"epoch": len(run.curve) + 1, "step": run.step, "lr": rate, **means, **validation})
     run.epoch_sums, run.epoch_steps = {}, 0
 
 

@@ -16,15 +16,9 @@ def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> t
 
     The groups are checked to hold every trainable parameter exactly once.
     """
-    optimizer = create_optimizer_v2(
-        model,
-        opt="adamw",
-        lr=params.lr * batch_size / params.lr_batch_size,
-        weight_decay=params.weight_decay,
-        betas=tuple(params.betas),
-        eps=params.eps,
-        layer_decay=params.layer_decay,
-    )
+    rate, adamw = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
+    decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=rate, **adamw, **decays)
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if len(grouped) != len(trainable) or set(grouped) != trainable:
@@ -37,15 +31,9 @@ def build_schedule(optimizer: torch.optim.Optimizer, params: OptimParams, batch_
     scale = batch_size / params.lr_batch_size
     if params.schedule == "cosine":
         warmup_steps = min(params.warmup_epochs, epochs) * steps_per_epoch
-        schedule = CosineLRScheduler(
-            optimizer,
-            t_initial=max(1, epochs * steps_per_epoch - warmup_steps),
-            lr_min=params.min_lr * scale,
-            warmup_t=warmup_steps,
-            warmup_lr_init=params.warmup_lr * scale,
-            warmup_prefix=True,
-            t_in_epochs=False,
-        )
+        warmup = {"warmup_t": warmup_steps, "warmup_lr_init": params.warmup_lr * scale, "warmup_prefix": True}
+        steps = max(1, epochs * steps_per_epoch - warmup_steps)
+        schedule = CosineLRScheduler(optimizer, steps, lr_min=params.min_lr * scale, **warmup, t_in_epochs=False)
     else:
         schedule = _DenseSchedule(optimizer, params, epochs, steps_per_epoch)
     schedule.step_update(0)

@@ -6,39 +6,6 @@ from typing import Any, Literal, Self
 from ..core.config import bounded
 from ..core.runtime import torch_dtype
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-RESERVED_OPTIONS = ("num_classes", "img_size", "drop_path_rate")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopParams:
-    """How the loop runs; a job makes it from its cell and from `runtime:`.
-
-    Args:
-        epochs: passes over the training data.
-        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
-        precision: `fp32`, or `bf16` or `fp16` for autocast; `fp16` scales its loss adaptively.
-        accumulate: parts into which each batch of a rank is cut; they run one after the other and their gradients are averaged.
-        ema_decay: decay of the moving average of the weights, which is then evaluated and saved instead of the raw weights; None
-            keeps no average.
-        max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops.
-        save_every_steps: steps between two states saved within an epoch.
-    """
-
-    epochs: int
-    evaluate_every: int = 1
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    accumulate: int = 1
-    ema_decay: float | None = None
-    max_bad_steps: int = 20
-    save_every_steps: int = 200
-
-    def autocast(self, device_type: str) -> Any:
-        """A context manager for a forward pass in this precision."""
-        import torch
-
-        return torch.autocast(device_type, torch_dtype(self.precision), enabled=self.precision != "fp32")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimParams:
@@ -117,8 +84,8 @@ class TrainParams:
         drop_path: stochastic depth, rising linearly from 0 to this over the blocks.
         evaluate_every: epochs between evaluations; the last epoch is always evaluated.
         snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
-        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them); `auto` takes bf16 on GPUs
-            and fp32 elsewhere.
+        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them; fp16 scales its loss
+            adaptively); `auto` takes bf16 on GPUs and fp32 elsewhere.
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw weights; null for none.
         max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops and explains the last one.
         optim: optimiser and schedule.
@@ -135,7 +102,7 @@ class TrainParams:
     drop_path: float = bounded(ge=0, le=1)
     evaluate_every: int = bounded(1, ge=1)
     snapshot_epochs: tuple[int, ...] = bounded((), ge=0)
-    precision: Precision = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     ema_decay: float | None = bounded(None, gt=0, le=1)
     max_bad_steps: int = bounded(20, ge=1)
     optim: OptimParams
@@ -146,13 +113,26 @@ class TrainParams:
         for name, epochs in (("snapshot_epochs", self.snapshot_epochs), ("optim.milestones", self.optim.milestones)):
             if late := [epoch for epoch in epochs if epoch > self.epochs]:
                 raise ValueError(f"{name}: {late[0]} is after the last epoch, {self.epochs}")
-        if reserved := set(RESERVED_OPTIONS) & set(self.options):
+        if reserved := {"num_classes", "img_size", "drop_path_rate"} & set(self.options):
             raise ValueError(f"options: {min(reserved)} follows from the data, from the transform or from drop_path; leave it out")
 
     @property
     def needs_even_parts(self) -> bool:
         """Whether a forward pass in training takes an even number of images."""
         return False
+
+    def resolve_precision(self, device: Any) -> str:
+        """The precision on a device: `fp32`, `bf16` or `fp16`."""
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if device.type == "cuda" else "fp32"
+
+    def autocast(self, device: Any) -> Any:
+        """A context manager for a forward pass in the precision of a device."""
+        import torch
+
+        precision = self.resolve_precision(device)
+        return torch.autocast(device.type, torch_dtype(precision), enabled=precision != "fp32")
 
     def with_seed(self, seed: int) -> Self:
         """The same training with one seed."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 
 from ..core.errors import RunError, UserError
+from ..core.ranks import Ranks
 from ..core.record import atomic
 
 _OURS = frozenset(["step", "epoch", "lr", "images", "skipped", "seconds", "data_wait_seconds", "not_finite"])
@@ -21,7 +21,7 @@ _OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak
 
 
 class Watch:
-    """Watches the steps of one run; a context manager that is entered just before the first step.
+    """Watches the steps of one run, which `follow` encloses.
 
     With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (over all ranks), `skipped`, `seconds` (since
     the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a number that is not finite is null and is named
@@ -30,15 +30,14 @@ class Watch:
     means of each window as `train/<name>`.
 
     Args:
-        folder, device: where `train.jsonl` and the TensorBoard events go (rank 0 alone writes); where the model lies.
-        jsonl, tensorboard: what is written. Lines need each step's numbers at once, so a GPU is waited for at every step.
+        folder, device: where `train.jsonl` and the TensorBoard events go; where the model lies.
+        jsonl, tensorboard: whether to write them; rank 0 alone writes.
         flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), peak of one device; for MFU.
         every: steps in a window; it ends where the step's number is a multiple. After a resume the first one may be shorter.
-        world_size, rank, clock: number of ranks, which this one is, and a function that gives seconds.
-        resumed_step: steps that an earlier process finished and saved; what was written about later ones is dropped.
+        ranks, clock: the processes that train together, and a function that gives seconds.
 
     Raises:
-        UserError: no TensorBoard is installed; on entering: a folder not writable, a damaged line before the last of `train.jsonl`.
+        UserError: no TensorBoard is installed.
     """
 
     def __init__(
@@ -51,53 +50,61 @@ class Watch:
         flop_per_image: float | None = None,
         peak_flop_per_s: float | None = None,
         every: int,
-        world_size: int = 1,
-        rank: int = 0,
-        resumed_step: int = 0,
+        ranks: Ranks = Ranks(),
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
-        self.world_size, self.resumed_step = world_size, resumed_step
-        self.jsonl, self.tensorboard = jsonl and rank == 0, tensorboard and rank == 0
-        self.flop_share = 3 * flop_per_image / (peak_flop_per_s * world_size) if flop_per_image and peak_flop_per_s else None
+        self.world_size = ranks.world_size
+        self.jsonl, self.tensorboard = jsonl and ranks.first, tensorboard and ranks.first
+        self.flop_share = 3 * flop_per_image / (peak_flop_per_s * ranks.world_size) if flop_per_image and peak_flop_per_s else None
         # every rank looks, so that all of them end with the error and none waits for a rank 0 that is gone
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise UserError("TensorBoard is not installed: python -m pip install -e '.[tensorboard]', or switch it off")
         self._file = self._writer = None
         self._run, self._window = Counter(), Counter()  # steps, skipped, images of all ranks, seconds, waited
-        self._pending: list[tuple[dict[str, float], tuple[str, ...], Tensor | None, bool]] = []
         self._sums, self._terms = Counter(), Counter()  # by name, over the window's steps that were not skipped
 
-    def __enter__(self) -> "Watch":
+    @contextlib.contextmanager
+    def follow(self, resumed_step: int) -> Iterator["Watch"]:
+        """Wrap the steps of a run.
+
+        Args:
+            resumed_step: steps that an earlier process finished and saved; what was written about later ones is dropped.
+
+        Raises:
+            UserError: a folder not writable, a damaged line before the last of `train.jsonl`.
+        """
         try:
             if self.jsonl:
-                self._file = _reopen(self.folder / "train.jsonl", self.resumed_step)
+                self._file = _reopen(self.folder / "train.jsonl", resumed_step)
             if self.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 # the purge step hides what an earlier process wrote about steps that are now done again
-                self._writer = SummaryWriter(str(self.folder), purge_step=self.resumed_step + 1)
+                self._writer = SummaryWriter(str(self.folder), purge_step=resumed_step + 1)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
         if self.device.type == "cuda":  # a process trains several cells: the peak is to be this one's
             torch.cuda.reset_peak_memory_stats(self.device)
         self._since, self._waited = self.clock(), 0.0
-        return self
+        try:
+            yield self
+            if self._window["steps"]:  # a run shorter than a window would leave no event
+                self._end_window(*self._last)
+        finally:
+            with contextlib.suppress(OSError):  # every line was flushed; what could not be written has been reported
+                for stream in filter(None, (self._writer, self._file)):
+                    stream.close()
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        # a run shorter than a window would leave no event; after an error the numbers may be out of reach, or come again
-        if kind is None and self._window["steps"]:
-            self._end_window(*self._last)
-        with contextlib.suppress(OSError):  # every line was flushed; what could not be written has been reported
-            for stream in filter(None, (self._writer, self._file)):
-                stream.close()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Wrap the wait for the next batch; its time belongs to the step that follows."""
-        start = self.clock()
-        yield
-        self._waited += self.clock() - start
+    def time_waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; the wait for each belongs to the step that follows."""
+        while True:
+            start = self.clock()
+            batch = next(batches, None)
+            self._waited += self.clock() - start
+            if batch is None:
+                return
+            yield batch
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,13 +116,13 @@ class Watch:
         self._since += self.clock() - start
 
     def step(
-        self, step: int, epoch: int, numbers: dict[str, float | Tensor], lr: float, images: int, skipped: bool = False
+        self, step: int, epoch: int, numbers: dict[str, float], lr: float, images: int, skipped: bool = False
     ) -> dict[str, float] | None:
         """Count a finished step; to be called before its state is saved.
 
         Args:
             step, epoch, lr, images: finished steps of the whole run, this one included; its epoch, its rate, this rank's images.
-            numbers: floats or scalar tensors by name; those on the device are read at the window's end (`jsonl`: now), all at once.
+            numbers: of the step, by name.
             skipped: the guard kept the step from the weights; it counts for speed and skip rate, not for the means.
 
         Returns:
@@ -129,25 +136,22 @@ class Watch:
         """
         if clash := _OURS.intersection(numbers):
             raise ValueError(f"numbers of a step cannot be named {', '.join(sorted(clash))}")
-        there = {k: v.detach() for k, v in numbers.items() if isinstance(v, Tensor) and v.device.type == self.device.type}
-        floats = {name: float(value) for name, value in numbers.items() if name not in there}
-        row = torch.stack(tuple(there.values())) if there else None  # a copy: a compiled step may write into its outputs again
-        self._pending.append((floats, tuple(there), row, skipped))
-        ends = step % self.every == 0
-        values = self._read_pending() if ends or self._file else {}
-        now = self.clock()  # after the read, which waits for the device: a window's time is that of its work
+        if not skipped:
+            self._sums.update(numbers)
+            self._terms.update(numbers.keys())
+        now = self.clock()
         seconds, self._since, waited, self._waited = now - self._since, now, self._waited, 0.0
         images, self._last = images * self.world_size, (step, lr)
         self._window.update(steps=1, skipped=int(skipped), images=images, seconds=seconds, waited=waited)
         try:
             if self._file:
-                line = {"step": step, "epoch": epoch, "lr": lr, "images": images, "skipped": skipped, **values}
+                line = {"step": step, "epoch": epoch, "lr": lr, "images": images, "skipped": skipped, **numbers}
                 line |= {"seconds": seconds, "data_wait_seconds": waited}
                 not_finite = [name for name, value in line.items() if not math.isfinite(value)]
                 line |= {**dict.fromkeys(not_finite), "not_finite": not_finite} if not_finite else {}
                 self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
                 self._file.flush()
-            return self._end_window(step, lr) if ends else None
+            return self._end_window(step, lr) if step % self.every == 0 else None
         except OSError as error:
             raise RunError(f"{self.folder}: step {step} cannot be written: {error.strerror or error}") from None
 
@@ -165,19 +169,7 @@ class Watch:
         values = {name: found.get(name) for name in reasons} | {"skipped_steps": total["skipped"]}
         return values | {f"{name}_reason": why for name, why in reasons.items() if values[name] is None}
 
-    def _read_pending(self) -> dict[str, float]:
-        """Add the steps not read so far to the window's sums, and return the last one's numbers."""
-        rows, values = [row for _, _, row, _ in self._pending if row is not None], {}
-        read = iter(torch.cat(rows).tolist() if rows else ())
-        for floats, names, _, skipped in self._pending:
-            values = floats | {name: next(read) for name in names}
-            self._sums.update({} if skipped else values)
-            self._terms.update(() if skipped else values.keys())
-        self._pending.clear()
-        return values
-
     def _end_window(self, step: int, lr: float) -> dict[str, float]:
-        self._read_pending()
         means = {name: total / self._terms[name] for name, total in self._sums.items()} | {"lr": lr} | self._rates(self._window)
         self._run, self._window, self._sums, self._terms = self._run + self._window, Counter(), Counter(), Counter()
         if self._writer:

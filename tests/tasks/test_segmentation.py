@@ -102,7 +102,7 @@ def test_every_validation_image_counts_once_and_at_its_own_size(task):
     right = labelled = 0
     for index in range(3):
         pixels, values = task.val.dataset.pairs.read(index)
-        predicted = predict(task.model, torch.from_numpy(pixels).permute(2, 0, 1), SETTINGS, CPU)
+        predicted = predict(task.model, torch.from_numpy(pixels).permute(2, 0, 1), SETTINGS)
         right += (predicted.numpy() + 1 == values).sum()
         labelled += (values > 0).sum()
     assert metrics["aacc_percent"] == pytest.approx(100 * right / labelled)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from repro.models.pyramid import build_pyramid
 from repro.tasks.segmentation.data import IGNORED
-from repro.tasks.segmentation.openmmlab import PixelData, SegDataSample
+from repro.tasks.segmentation.openmmlab import mmengine, mmseg
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.task import label_map
 from repro.tasks.segmentation.upernet import build_upernet
@@ -27,6 +27,10 @@ def small(classes=3, window=32, stride=21):
     for head in (model.decode_head, model.auxiliary_head):
         torch.nn.init.normal_(head.conv_seg.weight)
     return model
+
+
+def sample(labels):
+    return [mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None])) for label in labels]
 
 
 @pytest.mark.parametrize(("dim", "head", "aux"), [(192, 27.61, 0.48), (384, 29.19, 0.92), (768, 32.33, 1.81)])
@@ -62,8 +66,7 @@ def test_losses_are_means_over_all_pixels_and_the_auxiliary_one_weighs_less():
     images = torch.randn(2, 3, 32, 64, dtype=torch.float64)
     labels = torch.randint(0, 3, (2, 32, 64))
     labels[:, :10] = IGNORED
-    samples = [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels]
-    losses = model(images, samples, mode="loss")
+    losses = model(images, sample(labels), mode="loss")
 
     maps = model.backbone(images)
     assert torch.equal(model(images), model.decode_head(maps)) and model(images).shape == (2, 3, 8, 16)
@@ -95,7 +98,7 @@ def test_windows_are_averaged_resized_and_the_largest_logit_taken(height, width,
             count[top : top + 32, left : left + 32] += 1
     expected = F.interpolate(total / count, size=(50, 101), mode="bilinear")
     assert torch.equal(label_map(model, image, (50, 101)), expected.argmax(1)[0])
-    found = model.predict(image, [SegDataSample(metainfo={"ori_shape": (50, 101)})])[0].seg_logits.data
+    found = model.predict(image, [mmseg.structures.SegDataSample(metainfo={"ori_shape": (50, 101)})])[0].seg_logits.data
     torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)
 
 
@@ -120,7 +123,7 @@ def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels
     model = build_upernet(backbone, NARROW, num_classes=3, window=64, stride=43).train()
     assert model.decode_head.in_channels == list(channels) and model.auxiliary_head.in_channels == channels[2]
     images, labels = torch.randn(2, 3, 64, 96), torch.randint(0, 3, (2, 64, 96))
-    losses = model(images, [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels], mode="loss")
+    losses = model(images, sample(labels), mode="loss")
     sum(value for name, value in losses.items() if "loss" in name).backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
     with torch.no_grad():

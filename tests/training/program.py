@@ -11,14 +11,14 @@ from repro.data.loader import TrainOrder
 from repro.models.registry import build_model
 from repro.training.checkpoint import Checkpointer
 from repro.training.loop import fit
-from repro.training.params import LoopParams, OptimParams
+from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 
 BATCH, STEPS = 64, 5
 
 
 class Task:
-    batch_size, steps_per_epoch = BATCH, STEPS
+    batch_size, steps_per_epoch, device = BATCH, STEPS, torch.device("cpu")
 
     def __init__(self, ranks):
         torch.manual_seed(0)
@@ -55,16 +55,11 @@ if __name__ == "__main__":
         optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
         fit(
             task,
-            optim,
-            LoopParams(epochs=1),
-            device=torch.device("cpu"),
-            ranks=ranks,
+            TrainParams(model="", data="", epochs=1, batch_size=BATCH, drop_path=0.0, optim=optim),
+            save_every_steps=200,
             checkpointer=Checkpointer(folder / "state", lambda line: None),
             snapshot=lambda epoch, model: None,
-            watch=lambda step: Watch(
-                folder, device="cpu", jsonl=True, tensorboard=False, every=2, world_size=ranks.world_size, rank=ranks.rank
-            ),
-            log=lambda line: None,
+            watch=Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks),
         )
         if ranks.first:
             torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

@@ -12,18 +12,18 @@ from torch import nn
 
 from repro.core.errors import Interrupted, RunError, UserError
 from repro.core.ranks import Ranks
-from repro.training.checkpoint import Checkpointer, set_rng_state
-from repro.training.guard import diagnose, load_dump
+from repro.training.checkpoint import Checkpointer, rng_state, set_rng_state
+from repro.training.guard import diagnose, dump_bad_step, load_dump
 from repro.training.loop import fit
 from repro.training.optim import build_optimizer, build_schedule
-from repro.training.params import LoopParams, OptimParams
+from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 
 
 class Regression:
     """Fits noisy lines. Dropout and a NumPy draw per step make the result depend on every generator the engine must restore."""
 
-    batch_size, steps_per_epoch = 8, 5
+    batch_size, steps_per_epoch, device, ranks = 8, 5, torch.device("cpu"), Ranks()
 
     def __init__(self, before_step=lambda number: None):
         torch.manual_seed(3)
@@ -62,19 +62,21 @@ class Regression:
 OPTIM = OptimParams(lr=0.02, lr_batch_size=8, warmup_epochs=1, weight_decay=0.1)
 
 
-def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lambda line: None, optim=OPTIM, returned=None, **more):
+def settings(**changes):
+    return TrainParams(model="", data="", batch_size=8, drop_path=0.0, **{"optim": OPTIM} | changes)
+
+
+def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=lambda line: None, returned=None, accumulate=1, **more):
     task = task or Regression()
     snapshots = snapshots if snapshots is not None else []
     state, evaluated = fit(
         task,
-        optim,
-        LoopParams(epochs=epochs, evaluate_every=2, save_every_steps=save_every, **more),
-        device=torch.device("cpu"),
-        ranks=Ranks(),
+        settings(epochs=epochs, evaluate_every=2, **more),
+        accumulate=accumulate,
+        save_every_steps=save_every,
         checkpointer=Checkpointer(folder, log),
         snapshot=lambda epoch, model: snapshots.append(epoch),
-        watch=lambda step: Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100),
-        log=lambda line: None,
+        watch=Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100),
     )
     if returned is not None:
         returned.append(state)
@@ -415,8 +417,7 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     from repro.models.registry import build_model
     from repro.tasks.classification.params import MixParams
     from repro.tasks.classification.task import Classification
-    from repro.training.guard import Guard
-    from repro.training.loop import TrainingState, forward_backward
+    from repro.training.loop import RunState, TrainingState, forward_backward
 
     class Loader(list):
         def files(self, epoch, number):
@@ -426,20 +427,17 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2, drop_path_rate=0.5).train()
     made_of = {"transform": TransformSettings(image_size=32, re_prob=0.5), "mix": MixParams(mixup=0.8, cutmix=1.0)}
     task = Classification(model, Loader([0]), None, batch_size=8, num_classes=10, device=torch.device("cpu"), **made_of)
-    settings = LoopParams(epochs=1, accumulate=accumulate)
-    parts = TrainingState.build(task, OptimParams(lr=1e-3), settings, torch.device("cpu"), Ranks())
+    parts = TrainingState(task, settings(epochs=1, optim=OptimParams(lr=1e-3)), accumulate)
     seen, inner = [], task.loss
     task.loss = lambda network, batch: (losses := inner(network, batch), seen.append(losses["loss"].item()))[0]
     batch = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     before = batch[0].clone()
-    guard = Guard(folder=tmp_path)
-    guard.remember()
+    rng = rng_state()
     numbers = forward_backward(task, parts, batch, 5.0)
     trained = list(seen)
     assert len(trained) == accumulate and numbers["loss"] == pytest.approx(np.mean(trained)) and torch.equal(batch[0], before)
-    how = {"epoch": 0, "number": 0, "autocast": parts.autocast, "ranks": Ranks(), "accumulate": accumulate, "scale": 1.0}
     with pytest.raises(RunError, match="bad_step_000000006.pt"):
-        guard.dump(task, batch, in_a_row=1, step=6, **how)
+        dump_bad_step(tmp_path, task, parts, RunState(step=6, bad_in_a_row=1), batch, 0, rng)
     dump = load_dump(tmp_path / "bad_step_000000006.pt")
     (of_the_dump,) = dump["ranks"]
     assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...core.errors import UserError
-from ..spec import Datasets, Predictor, Setting, Sight, TaskSpec
+from ..spec import Datasets, Predictor, Sight, TaskSpec
 from .params import ClassifierParams
 
 TOP = 5  # classes that are shown of a picture
@@ -41,20 +41,10 @@ class Classify(TaskSpec):
 
         return model, initialise(model, open_weights(init, model=params.model))
 
-    def build_task(self, model: Any, train: Any, val: Any, datasets: Datasets, params: ClassifierParams, setting: Setting) -> Any:
+    def build_task(self, datasets: Datasets, params: ClassifierParams, **parts: Any) -> Any:
         from .task import Classification
 
-        return Classification(
-            model,
-            train,
-            val,
-            batch_size=params.batch_size,
-            transform=params.transform,
-            mix=params.mix,
-            num_classes=len(datasets.classes),
-            device=setting.device,
-            ranks=setting.ranks,
-        )
+        return Classification(transform=params.transform, mix=params.mix, num_classes=len(datasets.classes), **parts)
 
     def describe(self, model: Any, params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
         options, preprocessing = self._options(params, classes), params.transform.preprocessing()

@@ -1,6 +1,7 @@
 """Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,22 +13,18 @@ from ...core.ranks import Ranks
 from ...data.classification import Batch, ToInput
 from ...data.loader import EvalLoader, TrainLoader
 from ...data.settings import TransformSettings
+from ...training.loop import Task
 from .params import MixParams
 
 
-class Classification:
-    """The engine's task: see `repro.training.loop.Task`.
+class Classification(Task):
+    """A model from images (B, 3, H, W) to logits (B, num_classes).
 
     Args:
-        model: images (B, 3, H, W) -> logits (B, num_classes).
-        train: the training batches of this rank.
-        val: the validation batches of this rank, every sample once.
-        batch_size: images per step, over all ranks together.
         transform: makes inputs of the model from batches.
-        mix: softens the targets; a mixed batch must be even.
+        mix: softens the targets; a mixed batch must be even, and the parts of a batch are mixed each within itself.
         num_classes: number of classes of the data set.
-        device: the device of the model.
-        ranks: the processes that train together.
+        model, train, val, shared: see `Task`.
     """
 
     def __init__(
@@ -36,32 +33,18 @@ class Classification:
         train: TrainLoader,
         val: EvalLoader,
         *,
-        batch_size: int,
         transform: TransformSettings,
         mix: MixParams,
         num_classes: int,
-        device: torch.device,
-        ranks: Ranks = Ranks(),
+        **shared: Any,
     ):
-        self.model = model
-        self.train, self.val, self.device, self.ranks = train, val, device, ranks
-        self.batch_size, self.steps_per_epoch = batch_size, len(train)
-        self.train_input, self.eval_input = ToInput(transform, device, training=True), ToInput(transform, device)
+        super().__init__(model, train, val, **shared)
+        self.train_input, self.eval_input = ToInput(transform, self.device, training=True), ToInput(transform, self.device)
         self.label_smoothing = mix.label_smoothing
         self.mixup = None
         if mix.mixup or mix.cutmix:
-            self.mixup = Mixup(
-                mixup_alpha=mix.mixup,
-                cutmix_alpha=mix.cutmix,
-                prob=mix.prob,
-                switch_prob=mix.switch_prob,
-                label_smoothing=mix.label_smoothing,
-                num_classes=num_classes,
-            )
-
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on."""
-        return self.train.batches(epoch, start)
+            chances = {"prob": mix.prob, "switch_prob": mix.switch_prob, "label_smoothing": mix.label_smoothing}
+            self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy with softened targets."""
@@ -71,31 +54,20 @@ class Classification:
         images, soft = self.mixup(images, targets)
         return {"loss": F.cross_entropy(network(images).float(), soft)}
 
-    def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """A batch in equal parts; each is mixed within itself."""
-        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Top-1 and top-5 in percent and the plain cross-entropy over the whole validation split, whatever the number of ranks."""
         return accuracy(model, self.val, self.eval_input, self.ranks)
-
-    def describe(self, epoch: int, number: int) -> list[str]:
-        """The files of this rank's batch."""
-        return self.train.files(epoch, number)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""
         found: dict[str, Any] = {}
 
-        def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                losses = module.inner_losses(inputs[0])
-                found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
-
-            return hook
+        def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            losses = module.inner_losses(inputs[0])
+            found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
 
         learners = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "inner_losses")]
-        hooks = [module.register_forward_pre_hook(note(name)) for name, module in learners]
+        hooks = [module.register_forward_pre_hook(functools.partial(note, name)) for name, module in learners]
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.model(self.eval_input(batch[0]))

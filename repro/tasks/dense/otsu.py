@@ -1,12 +1,15 @@
 """A baseline without learning: bright regions are objects, and each gets the class of the most similar example."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy import ndimage
 from torch import Tensor
+
+from ...data.detection import decode_mask
 
 _BLUR = 1.0  # pixels
 _FAINTEST = 8.0  # grey levels above the darkest pixel; anything less is noise
@@ -56,6 +59,15 @@ class OtsuBaseline:
         for mask, label in zip(found["masks"], found["labels"], strict=True):
             labels[mask] = label
         return labels
+
+
+def read_examples(instances: Any) -> Iterator[tuple[Tensor, int]]:
+    """The mask, as large as its image, and the label of every annotated object."""
+    for place in range(len(instances.names)):
+        targets = instances.targets(place)
+        for target in range(targets.start, targets.stop):
+            mask = decode_mask(instances.segmentation(target), *instances.sizes[place].tolist())
+            yield torch.from_numpy(mask), int(instances.labels[target])
 
 
 def _otsu(values: np.ndarray) -> float:

@@ -1,7 +1,7 @@
-"""A person's own pictures: what a model sees in them, and a drawing of it."""
+"""A drawing of what a detector sees in a picture."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib import colormaps
 from matplotlib.font_manager import findfont
@@ -10,32 +10,18 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from .mask_rcnn import Detections, MaskRcnn
+from .mask_rcnn import Detections
 
 _LEGIBLE = 512  # pixels of the short side from which on labels can be read beside small objects
 _COLOURS = [tuple(round(255 * part) for part in colour) for colour in colormaps["tab10"].colors]
 
 
-def predict(model: MaskRcnn, images: Sequence[Tensor], resize: Callable[[Tensor], Tensor]) -> list[Detections]:
-    """What a model in eval mode sees in pictures, one after the other, so that the size of one changes nothing for another.
-
-    Args:
-        model: trained.
-        images: uint8 (3, H, W).
-        resize: to the size that the model is evaluated at, of the same type.
-
-    Returns:
-        For each picture, in its own pixels: `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool.
-    """
-    return [model.detect([resize(image)], [(image.shape[1], image.shape[2])])[0] for image in images]
-
-
-def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score: float = 0.5) -> Image.Image:
+def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score: float) -> Image.Image:
     """Boxes, masks, class names and scores on a picture, which is enlarged where it is small.
 
     Args:
         image: uint8 (3, H, W).
-        detections: of `predict`.
+        detections: in pixels of the picture, see `MaskRcnn.detect`.
         names: of label 1, 2, ...
         min_score: detections below are left out.
     """

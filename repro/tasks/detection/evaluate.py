@@ -16,7 +16,6 @@ from torch import Tensor
 from ...core.errors import UserError
 
 Result = dict[str, Any]
-NO_AREA_REASON = "no object of this size among the annotations"
 # the first six of the twelve numbers of COCO's summary
 _SUMMARY = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 _KINDS = {"box": "bbox", "mask": "segm"}
@@ -45,7 +44,7 @@ def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Seque
     ]
 
 
-def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, float | None]:
+def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, float]:
     """Average precision over all images of an annotation file, in percent.
 
     Args:
@@ -54,7 +53,8 @@ def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, floa
 
     Returns:
         `ap_box_percent` (IoU 0.50 to 0.95), `ap50_box_percent`, `ap75_box_percent`, `ap_small_box_percent`,
-        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. What has objects but no detections is 0; None is what has no objects.
+        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. What has objects but no detections is 0; what has no
+        objects is left out.
 
     Raises:
         UserError: no such file, or a result of an image or category that it does not have.
@@ -70,7 +70,7 @@ def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, floa
         return {name: value for kind in _KINDS for name, value in _average_precision(truth, results, kind).items()}
 
 
-def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float | None]:
+def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float]:
     # a mask's own area decides whether it is small, and not that of its box, which COCO takes where there is one
     left_out = "bbox" if kind == "mask" else "segmentation"
     own = [{name: value for name, value in result.items() if name != left_out} for result in results]
@@ -84,5 +84,5 @@ def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dic
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
-    values = [None if value < 0 else 100 * float(value) for value in evaluation.stats[: len(_SUMMARY)]]
-    return {f"{name}_{kind}_percent": value for name, value in zip(_SUMMARY, values, strict=True)}
+    # COCO says -1 where there is no object
+    return {f"{name}_{kind}_percent": 100 * float(value) for name, value in zip(_SUMMARY, evaluation.stats) if value >= 0}

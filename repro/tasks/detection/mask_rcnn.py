@@ -6,7 +6,6 @@ background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from torchvision.ops import FeaturePyramidNetwork, roi_align
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import LevelMapper
 
+from ..dense.base import DenseModel
 from .params import MaskRcnnParams
 
 STRIDES = (4, 8, 16, 32, 64)  # of P2 to P6
@@ -30,9 +30,10 @@ RATIOS = (0.5, 1.0, 2.0)  # height to width
 BOX_SIDE, MASK_SIDE = 7, 14
 Target = Mapping[str, Tensor]
 Detections = dict[str, Tensor]  # of one image
+Sizes = list[tuple[int, int]]  # height and width of each image
 
 
-class MaskRcnn(nn.Module):
+class MaskRcnn(DenseModel, nn.Module):
     """Mask R-CNN.
 
     Args:
@@ -88,14 +89,6 @@ class MaskRcnn(nn.Module):
             found["masks"] = paste_masks(found["masks"], found["boxes"], (to_height, to_width))
         return detections
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The backbone's groups for timm's layer-wise decay; everything else is in the last group."""
-        return self.backbone.group_matcher(coarse, prefix="backbone.")
-
-    def no_weight_decay(self) -> set[str]:
-        """The parameters that the backbone exempts."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
-
     def _features(self, images: Sequence[Tensor]) -> tuple[ImageList, dict[str, Tensor]]:
         """The images, normalised and padded at the right and the bottom to one size, a multiple of 32; and their maps P2 to P6."""
         sizes = [(image.shape[1], image.shape[2]) for image in images]
@@ -114,17 +107,9 @@ class Anchors(AnchorGenerator):
 
     def __init__(self, scale: float):
         super().__init__(tuple((scale * stride,) for stride in STRIDES), (RATIOS,) * len(STRIDES))
-
-    def generate_anchors(
-        self,
-        scales: Sequence[float],
-        aspect_ratios: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
-        """(A, 4) around the origin, with height / width = ratio and the area scale²."""
-        sides = [(scale / math.sqrt(ratio), scale * math.sqrt(ratio)) for ratio in aspect_ratios for scale in scales]
-        return torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in sides], dtype=dtype, device=device)
+        roots = [math.sqrt(ratio) for ratio in RATIOS]
+        sides = [[(scale * stride / root, scale * stride * root) for root in roots] for stride in STRIDES]
+        self.cell_anchors = [torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in level]) for level in sides]
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         """(A, 4) for each image, in fp32 whatever the dtype of the maps: bf16 cannot represent every pixel position beyond 256."""
@@ -164,17 +149,11 @@ class ProposalNetwork(RegionProposalNetwork):
     """The region proposal network with an L1 loss."""
 
     def __init__(self, params: MaskRcnnParams):
-        super().__init__(
-            Anchors(params.anchor_scale),
-            ProposalHead(params.fpn_channels, len(RATIOS)),
-            fg_iou_thresh=0.7,
-            bg_iou_thresh=0.3,
-            batch_size_per_image=params.rpn_samples,
-            positive_fraction=0.5,
-            pre_nms_top_n={"training": params.train_candidates, "testing": params.test_candidates},
-            post_nms_top_n={"training": params.train_proposals, "testing": params.test_proposals},
-            nms_thresh=0.7,
-        )
+        head = ProposalHead(params.fpn_channels, len(RATIOS))
+        sampling = {"fg_iou_thresh": 0.7, "bg_iou_thresh": 0.3, "batch_size_per_image": params.rpn_samples, "positive_fraction": 0.5}
+        before = {"training": params.train_candidates, "testing": params.test_candidates}
+        after = {"training": params.train_proposals, "testing": params.test_proposals}
+        super().__init__(Anchors(params.anchor_scale), head, **sampling, pre_nms_top_n=before, post_nms_top_n=after, nms_thresh=0.7)
         self.proposal_matcher = IouMatcher(0.7, 0.3, min_quality=0.3)
         self.min_size = torch.finfo(torch.float32).tiny  # drops only empty boxes
 
@@ -200,7 +179,7 @@ class PyramidRoiAlign(nn.Module):
         super().__init__()
         self.side, self.level_of = side, LevelMapper(2, 5)
 
-    def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+    def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: Sizes) -> Tensor:
         """Maps (B, channels, ., .) by level, and boxes by image -> (K, channels, side, side), fp32."""
         levels = self.level_of(boxes)
         levels_by_image = levels.split([len(of_image) for of_image in boxes])
@@ -221,22 +200,15 @@ class Heads(RoIHeads):
     """
 
     def __init__(self, num_classes: int, params: MaskRcnnParams):
-        super().__init__(
-            PyramidRoiAlign(BOX_SIDE),
-            TwoMLPHead(params.fpn_channels * BOX_SIDE**2, params.box_channels),
-            FastRCNNPredictor(params.box_channels, num_classes),
-            fg_iou_thresh=0.5,
-            bg_iou_thresh=0.5,
-            batch_size_per_image=params.roi_samples,
-            positive_fraction=0.25,
-            bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
-            score_thresh=params.min_score,
-            nms_thresh=0.5,
-            detections_per_img=params.max_detections,
-            mask_roi_pool=PyramidRoiAlign(MASK_SIDE),
-            mask_head=MaskRCNNHeads(params.fpn_channels, (params.mask_channels,) * params.mask_layers, 1),
-            mask_predictor=MaskRCNNPredictor(params.mask_channels, params.mask_channels, num_classes),
-        )
+        box_head = TwoMLPHead(params.fpn_channels * BOX_SIDE**2, params.box_channels)
+        box_predictor = FastRCNNPredictor(params.box_channels, num_classes)
+        mask_head = MaskRCNNHeads(params.fpn_channels, (params.mask_channels,) * params.mask_layers, 1)
+        mask_predictor = MaskRCNNPredictor(params.mask_channels, params.mask_channels, num_classes)
+        masks = {"mask_roi_pool": PyramidRoiAlign(MASK_SIDE), "mask_head": mask_head, "mask_predictor": mask_predictor}
+        sampling = {"fg_iou_thresh": 0.5, "bg_iou_thresh": 0.5, "batch_size_per_image": params.roi_samples, "positive_fraction": 0.25}
+        boxes = {"bbox_reg_weights": (10.0, 10.0, 5.0, 5.0), "score_thresh": params.min_score}
+        boxes |= {"nms_thresh": 0.5, "detections_per_img": params.max_detections}
+        super().__init__(PyramidRoiAlign(BOX_SIDE), box_head, box_predictor, **sampling, **boxes, **masks)
         self.proposal_matcher = IouMatcher(0.5, 0.5, min_quality=0.5)
         for layer in (self.box_head.fc6, self.box_head.fc7):
             nn.init.xavier_uniform_(layer.weight)
@@ -248,11 +220,7 @@ class Heads(RoIHeads):
                     nn.init.zeros_(parameter)
 
     def forward(
-        self,
-        features: dict[str, Tensor],
-        proposals: list[Tensor],
-        image_shapes: list[tuple[int, int]],
-        targets: Sequence[Target] | None = None,
+        self, features: dict[str, Tensor], proposals: list[Tensor], image_shapes: Sizes, targets: Sequence[Target] | None = None
     ) -> tuple[list[Detections], dict[str, Tensor]]:
         """The losses in training mode, otherwise detections with `masks` (K, S, S), probabilities within the box."""
         if self.training:
@@ -274,7 +242,7 @@ class Heads(RoIHeads):
         loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(1, masks.numel())
         return [], {"loss_cls": loss_cls, "loss_box": loss_box, "loss_mask": loss_mask}
 
-    def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+    def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: Sizes) -> Tensor:
         """Mask logits (K, S, S), fp32, each for the class of its box."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))
         return logits[torch.arange(len(logits), device=logits.device), torch.cat(labels)].float()

@@ -4,7 +4,7 @@ import dataclasses
 
 from ...core.config import bounded
 from ...data.settings import DetectionTransformSettings
-from ..dense.params import DenseParams
+from ..dense.base import DenseParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, default_collate
 from ...core.errors import UserError
 from ...data.ade20k import AdePairs
 from ...data.loader import own_randomness
-from .openmmlab import Compose, Pad, PhotoMetricDistortion, RandomCrop, RandomFlip, RandomResize, Resize, ResizeToMultiple, cv2
+from .openmmlab import cv2, mmcv, transforms
 from .params import SegmentationTransformSettings
 
 IGNORED = 255  # the label of pixels that count neither in the loss nor in the metrics
@@ -30,7 +30,7 @@ class AdeSegmentation(Dataset):
 
     def __init__(self, pairs: AdePairs, settings: SegmentationTransformSettings, *, training: bool, seed: int = 0):
         self.pairs, self.training, self.seed = pairs, training, seed
-        self._steps = Compose(_training_steps(settings) if training else _evaluation_steps(settings))
+        self._steps = mmcv.transforms.Compose(_training_steps(settings) if training else _evaluation_steps(settings))
         # one flag per pair, set by the process that reads it
         self._unreadable = torch.zeros(len(pairs), dtype=torch.uint8).share_memory_()
         cv2.setNumThreads(0)  # the loading processes are what runs in parallel
@@ -73,11 +73,11 @@ class AdeSegmentation(Dataset):
 
 def resize(image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
     """A picture, uint8 (3, h, w), at the size that a model is evaluated at, (3, H, W) with H and W multiples of 32."""
-    return _to_tensor(Compose(_evaluation_steps(settings))({"img": _turned(image.permute(1, 2, 0).numpy())})["img"])
+    return _to_tensor(mmcv.transforms.Compose(_evaluation_steps(settings))({"img": _turned(image.permute(1, 2, 0).numpy())})["img"])
 
 
 def _evaluation_steps(settings: SegmentationTransformSettings) -> list:
-    return [Resize(scale=settings.scale, keep_ratio=True), ResizeToMultiple(size_divisor=_MULTIPLE)]
+    return [transforms.Resize(scale=settings.scale, keep_ratio=True), transforms.ResizeToMultiple(size_divisor=_MULTIPLE)]
 
 
 def _training_steps(settings: SegmentationTransformSettings) -> list:
@@ -85,11 +85,11 @@ def _training_steps(settings: SegmentationTransformSettings) -> list:
     # the published recipe pads with 0 after it has normalised; the bytes that become 0 there, to within 0.01, are the rounded mean
     filling = {"img": tuple(round(255 * mean) for mean in reversed(settings.mean)), "seg": IGNORED}
     return [
-        RandomResize(scale=settings.scale, ratio_range=settings.ratio, resize_type="mmseg.Resize", keep_ratio=True),
-        RandomCrop(crop_size=size, cat_max_ratio=settings.cat_max_ratio, ignore_index=IGNORED),
-        RandomFlip(prob=settings.hflip),
-        PhotoMetricDistortion(),
-        Pad(size=size, pad_val=filling),
+        mmcv.transforms.RandomResize(scale=settings.scale, ratio_range=settings.ratio, resize_type="mmseg.Resize", keep_ratio=True),
+        transforms.RandomCrop(crop_size=size, cat_max_ratio=settings.cat_max_ratio, ignore_index=IGNORED),
+        transforms.RandomFlip(prob=settings.hflip),
+        transforms.PhotoMetricDistortion(),
+        mmcv.transforms.Pad(size=size, pad_val=filling),
     ]
 
 

@@ -11,18 +11,19 @@ from torchvision.utils import draw_segmentation_masks
 
 from ...data.classification import ToInput
 from .data import resize
-from .openmmlab import ADE20KDataset, EncoderDecoder
+from .openmmlab import mmseg
 from .params import SegmentationTransformSettings
 from .task import label_map
 
-_PALETTE = [tuple(colour) for colour in ADE20KDataset.METAINFO["palette"]]
+_PALETTE = [tuple(colour) for colour in mmseg.datasets.ADE20KDataset.METAINFO["palette"]]
 _LEGIBLE = 512  # pixels of the short side from which on there is room for a legend
 _FONT_PX = 16
 _ROW_PX = 22
 
 
-def predict(model: EncoderDecoder, image: Tensor, settings: SegmentationTransformSettings, device: torch.device) -> Tensor:
+def predict(model: mmseg.models.EncoderDecoder, image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
     """The class of every pixel of a picture, uint8 (3, h, w), by a model in eval mode: (h, w) int64 on the CPU."""
+    device = next(model.parameters()).device
     return label_map(model, ToInput(settings, device)(resize(image, settings)[None]), tuple(image.shape[1:])).cpu()
 
 

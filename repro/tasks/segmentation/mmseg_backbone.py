@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ...models.checkpoints import open_weights
 from ...models.pyramid import build_pyramid, load_backbone
-from .openmmlab import MODELS, BaseModule
+from .openmmlab import mmengine, mmseg
 
 
-@MODELS.register_module()
-class VitttAdapter(BaseModule):
+@mmseg.registry.MODELS.register_module()
+class VitttAdapter(mmengine.model.BaseModule):
     """A backbone as a pyramid of maps, in a config `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224", ...)`.
 
     Args:

@@ -19,37 +19,16 @@ def quiet() -> Iterator[None]:
 try:
     with quiet():
         import cv2
-        from mmcv.transforms import Compose, Pad, RandomResize
-        from mmengine.config import ConfigDict
-        from mmengine.model import BaseModule, initialize
-        from mmengine.structures import PixelData
-        from mmseg.datasets import ADE20KDataset
-        from mmseg.datasets.transforms import PhotoMetricDistortion, RandomCrop, RandomFlip, Resize, ResizeToMultiple
-        from mmseg.evaluation import IoUMetric
-        from mmseg.models import EncoderDecoder
-        from mmseg.registry import MODELS
-        from mmseg.structures import SegDataSample
+        import mmcv.transforms
+        import mmengine.config
+        import mmengine.model
+        import mmengine.structures
+        import mmseg.evaluation
+        import mmseg.models
+        import mmseg.registry
+        import mmseg.structures
+        from mmseg.datasets import transforms
 except ImportError as error:  # among them: OpenCV's build for desktops without the libraries of one
     raise UserError(f"segmentation needs mmsegmentation and OpenCV, and {error}: {INSTALL}") from error
 
-__all__ = [
-    "MODELS",
-    "ADE20KDataset",
-    "BaseModule",
-    "Compose",
-    "ConfigDict",
-    "EncoderDecoder",
-    "IoUMetric",
-    "Pad",
-    "PhotoMetricDistortion",
-    "PixelData",
-    "RandomCrop",
-    "RandomFlip",
-    "RandomResize",
-    "Resize",
-    "ResizeToMultiple",
-    "SegDataSample",
-    "cv2",
-    "initialize",
-    "quiet",
-]
+__all__ = ["cv2", "mmcv", "mmengine", "mmseg", "quiet", "transforms"]

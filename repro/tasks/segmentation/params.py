@@ -3,7 +3,7 @@
 import dataclasses
 
 from ...core.config import bounded
-from ..dense.params import DenseParams
+from ..dense.base import DenseParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

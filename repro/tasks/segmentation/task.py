@@ -1,63 +1,51 @@
 """Semantic segmentation: the two heads' losses, and mIoU of what sliding windows predict."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import UserError
 from ...core.ranks import Ranks
 from ...data.classification import ToInput
 from ...data.loader import EvalLoader, TrainLoader
+from ...training.loop import Task
 from .data import IGNORED, Batch
-from .openmmlab import EncoderDecoder, IoUMetric, PixelData, SegDataSample
+from .openmmlab import mmengine, mmseg
 from .params import SegmentationTransformSettings
 
 
-class Segmentation:
-    """The engine's task: see `repro.training.loop.Task`.
+class Segmentation(Task):
+    """A model of `build_upernet`; its validation images come one at a time.
 
     `class_iou_percent` has the IoU of each class at the last evaluation; it is None for a class that occurs neither in labels nor in predictions.
 
     Args:
-        model: of `build_upernet`.
-        train: the training batches of this rank.
-        val: the validation images of this rank, one at a time, every image once.
-        batch_size: images per step, over all ranks together.
         transform: makes inputs of the model from batches.
         classes: the names of the classes.
-        device: the device of the model.
-        ranks: the processes that train together.
+        model, train, val, shared: see `Task`.
     """
 
     def __init__(
         self,
-        model: EncoderDecoder,
+        model: nn.Module,
         train: TrainLoader,
         val: EvalLoader,
         *,
-        batch_size: int,
         transform: SegmentationTransformSettings,
         classes: tuple[str, ...],
-        device: torch.device,
-        ranks: Ranks = Ranks(),
+        **shared: Any,
     ):
-        self.model = model
-        self.train, self.val, self.device, self.ranks = train, val, device, ranks
-        self.batch_size, self.steps_per_epoch = batch_size, len(train)
-        self.to_input, self.classes = ToInput(transform, device), classes
+        super().__init__(model, train, val, **shared)
+        self.to_input, self.classes = ToInput(transform, self.device), classes
         self.class_iou_percent: dict[str, float | None] = {}
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on."""
-        return self.train.batches(epoch, start)
-
-    def loss(self, network: EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, network: mmseg.models.EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
         """The cross-entropies of both heads, the auxiliary one weighted, their sum, and the share of pixels that UperNet labels right."""
         labels = batch[1].to(self.device, non_blocking=True).long()
-        samples = [SegDataSample(gt_sem_seg=PixelData(data=label[None])) for label in labels]
+        samples = [mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None])) for label in labels]
         found = network(self.to_input(batch[0]), samples, mode="loss")
         decode, aux = found["decode.loss_ce"], found["aux.loss_ce"]
         return {"loss": decode + aux, "loss_decode": decode, "loss_aux": aux, "accuracy_percent": found["decode.acc_seg"].squeeze()}
@@ -70,17 +58,13 @@ class Segmentation:
         """
         if len(batch[0]) == parts and self.ranks.world_size == 1:
             raise UserError("UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size")
-        return list(zip(*(t.chunk(parts) for t in batch), strict=True))
+        return super().split(batch, parts)
 
-    def evaluate(self, model: EncoderDecoder) -> dict[str, float]:
+    def evaluate(self, model: mmseg.models.EncoderDecoder) -> dict[str, float]:
         """Mean IoU, mean accuracy and pixel accuracy in percent over the whole validation split, whatever the number of ranks."""
         metrics, iou = measure(lambda image, size: label_map(model, self.to_input(image), size), self.val, len(self.classes), self.ranks)
         self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
         return metrics
-
-    def describe(self, epoch: int, number: int) -> list[str]:
-        """The files of this rank's batch."""
-        return self.train.files(epoch, number)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The number of pixels of each label in a batch."""
@@ -89,7 +73,7 @@ class Segmentation:
 
 
 @torch.inference_mode()
-def label_map(model: EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:
+def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:
     """Classes (h, w), int64, of an image: logits of sliding windows averaged, resized bilinearly to `size`, the largest taken.
 
     Args:
@@ -97,7 +81,7 @@ def label_map(model: EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> T
         inputs: one normalised image (1, 3, H, W).
         size: height and width of the result.
     """
-    sample = SegDataSample(metainfo={"ori_shape": tuple(size)})
+    sample = mmseg.structures.SegDataSample(metainfo={"ori_shape": tuple(size)})
     return model.predict(inputs, [sample])[0].pred_sem_seg.data[0]
 
 
@@ -120,11 +104,11 @@ def measure(
     areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
     for image, (label,) in batches:
         predicted = predict(image, tuple(label.shape)).cpu()
-        areas += torch.stack(IoUMetric.intersect_and_union(predicted, label, num_classes, IGNORED))
+        areas += torch.stack(mmseg.evaluation.IoUMetric.intersect_and_union(predicted, label, num_classes, IGNORED))
         images += 1
     *sums, images = ranks.sum([*areas.flatten().tolist(), images])
     # intersection, union, predicted, labelled
-    found = IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
+    found = mmseg.evaluation.IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
     means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
     metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}
     return metrics | {"val_images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]

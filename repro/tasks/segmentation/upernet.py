@@ -1,27 +1,18 @@
 """mmsegmentation's UperNet: its heads on four feature maps, its losses, its inference by windows."""
 
-from typing import Any
-
 from torch import nn
 
+from ..dense.base import DenseModel
 from .data import IGNORED
-from .openmmlab import ConfigDict, EncoderDecoder, initialize, quiet
+from .openmmlab import mmengine, mmseg, quiet
 from .params import UperNetParams
 
 _AUX_WEIGHT = 0.4
 _AUX_MAP = 2  # stride 16
 
 
-class UperNet(EncoderDecoder):
-    """mmsegmentation's model, with the backbone's answers to timm's layer-wise decay and its exemptions."""
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The backbone's groups; everything else is in the last group."""
-        return self.backbone.group_matcher(coarse, prefix="backbone.")
-
-    def no_weight_decay(self) -> set[str]:
-        """The parameters that the backbone exempts."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+class UperNet(DenseModel, mmseg.models.EncoderDecoder):
+    """mmsegmentation's model, with the backbone's rules for the optimiser."""
 
 
 def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: int, window: int, stride: int) -> UperNet:
@@ -39,36 +30,21 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
         window, stride: side of the windows, and distance from one to the next, in pixels.
     """
     channels = list(backbone.channels)
-    both = {
-        "num_classes": num_classes,
-        "dropout_ratio": params.dropout,
-        "ignore_index": IGNORED,
-        "align_corners": False,
-        "norm_cfg": {"type": "BN"},
-    }
-    decode = {
-        "type": "UPerHead",
-        "in_channels": channels,
-        "in_index": [0, 1, 2, 3],
-        "channels": params.channels,
-        "pool_scales": params.pool_scales,
-    }
-    aux = {
-        "type": "FCNHead",
-        "in_channels": channels[_AUX_MAP],
-        "in_index": _AUX_MAP,
-        "channels": params.aux_channels,
-        "num_convs": 1,
-        "concat_input": False,
-    }
+    both = {"num_classes": num_classes, "dropout_ratio": params.dropout, "ignore_index": IGNORED}
+    both |= {"align_corners": False, "norm_cfg": {"type": "BN"}}
+    decode = {"type": "UPerHead", "in_channels": channels, "in_index": [0, 1, 2, 3]}
+    decode |= {"channels": params.channels, "pool_scales": params.pool_scales}
+    aux = {"type": "FCNHead", "in_channels": channels[_AUX_MAP], "in_index": _AUX_MAP}
+    aux |= {"channels": params.aux_channels, "num_convs": 1, "concat_input": False}
     loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False}
     with quiet():
         model = UperNet(
             backbone={"type": lambda: backbone},
             decode_head=both | decode | {"loss_decode": loss},
             auxiliary_head=both | aux | {"loss_decode": loss | {"loss_weight": _AUX_WEIGHT}},
-            test_cfg=ConfigDict(mode="slide", crop_size=(window, window), stride=(stride, stride)),
+            test_cfg=mmengine.config.ConfigDict(mode="slide", crop_size=(window, window), stride=(stride, stride)),
         )
     for head in (model.decode_head, model.auxiliary_head):
-        initialize(head, head.init_cfg)  # the classifiers, N(0, 0.01); the model's init_weights would also change the backbone
+        # the classifiers, N(0, 0.01); the model's init_weights would also change the backbone
+        mmengine.model.initialize(head, head.init_cfg)
     return model

@@ -1,0 +1,121 @@
+"""What detection and segmentation share: a head on a pretrained backbone. Imports nothing heavy: the stages need it for `--help`."""
+
+import abc
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+from ...core.config import build
+from ...core.errors import UserError
+from ...core.record import atomic
+from ...training.params import TrainParams
+from ..spec import Predictor, Sight, TaskSpec
+
+EXAMPLES = 4  # pictures of the validation split that are drawn with what was found in them
+EXAMPLES_MIN_SCORE = 0.5  # of the detections in these
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseParams(TrainParams):
+    """What cells of `detect:` and `segment:` have in common; `drop_path` also holds for the adapter's extractors.
+
+    Args:
+        freeze_backbone: train the adapter and the heads alone.
+        recompute_blocks: recompute the backbone's activations in the backward pass instead of keeping them.
+    """
+
+    freeze_backbone: bool = False
+    recompute_blocks: bool = False
+
+
+class DenseModel:
+    """A model with a `backbone` (`repro.models.pyramid.Pyramid`): its answers to timm's optimisers are the backbone's."""
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The backbone's groups for timm's layer-wise decay; everything else is in the last group."""
+        return self.backbone.group_matcher(coarse, prefix="backbone.")
+
+    def no_weight_decay(self) -> set[str]:
+        """The parameters that the backbone exempts."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+class DenseSpec(TaskSpec):
+    """A task whose model is a head on four maps of a backbone.
+
+    `head` is the parameter with the sizes of the head, `features` which blocks the maps are made from, see `build_pyramid`.
+    """
+
+    head: ClassVar[str]
+    features: ClassVar[Literal["last", "each"]]
+
+    @abc.abstractmethod
+    def build_head(self, backbone: Any, params: Any, num_classes: int) -> Any:
+        """The model around a pyramid; of `params`, `transform` and the sizes of the head are used."""
+
+    @abc.abstractmethod
+    def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
+        """The scores of an `OtsuBaseline` on the validation images at their own size; its examples are the training `instances`."""
+
+    @abc.abstractmethod
+    def name_example(self, dataset: Any, index: int, target: Any) -> str:
+        """The name of the drawing of a validation image, whose sample has this target."""
+
+    @abc.abstractmethod
+    def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
+        """What a model in eval mode sees in a picture, uint8 (3, H, W); `settings` are of the transform, `names` of the classes."""
+
+    def build_model(self, params: Any, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+        from ...models.checkpoints import open_weights
+        from ...models.pyramid import build_pyramid, load_backbone
+
+        checkpoint = open_weights(init, model=params.model) if init else None
+        options = dict(params.options)
+        if checkpoint is not None:  # the position embedding is as long as the images of its training were large
+            options |= checkpoint.size_option
+        asked = {"drop_path_rate": params.drop_path, "freeze_backbone": params.freeze_backbone}
+        try:
+            backbone = build_pyramid(params.model, options=options, features=self.features, **asked)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        backbone.set_grad_checkpointing(params.recompute_blocks)
+        report = load_backbone(backbone, checkpoint) if checkpoint else dict.fromkeys(backbone.state_dict(), "expected: new")
+        return self.build_head(backbone, params, len(classes)), report
+
+    def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
+        name, options = model.backbone.built_from
+        parts = {part: dataclasses.asdict(getattr(params, part)) for part in (self.head, "transform")}
+        described = {"name": name, "options": dict(options), "preprocessing": parts["transform"], "classes": list(classes)}
+        return described | {"task": {"name": self.name, **parts}}
+
+    def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
+        """The scores of Otsu's threshold, with the class of the most similar training example."""
+        if data.manifest.generated is None:
+            return None
+        from .otsu import OtsuBaseline, read_examples
+
+        instances = data.open_instances("train")
+        return self.score_baseline(OtsuBaseline(read_examples(instances)), task, instances)
+
+    def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
+        dataset = task.val.dataset
+        for index in range(min(EXAMPLES, len(dataset))):
+            image, target = dataset[(0, index)]
+            drawing = self.look(model, params.transform, classes, EXAMPLES_MIN_SCORE, image).drawing
+            with atomic(folder / f"{self.name_example(dataset, index, target)}.png") as temporary:
+                drawing.save(temporary, "PNG")
+
+    def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
+        from ...models.pyramid import build_pyramid
+
+        kinds, given = typing.get_type_hints(self.params), checkpoint.task
+        parts = {part: build(kinds[part], given[part], f"{checkpoint.path}: {part}") for part in ("transform", self.head)}
+        backbone = build_pyramid(checkpoint.model, options=checkpoint.options, features=self.features)
+        model = self.build_head(backbone, SimpleNamespace(**parts), len(checkpoint.classes))
+        checkpoint.load_into(model)
+        look = functools.partial(self.look, model.eval().to(device), parts["transform"], checkpoint.classes, min_score)
+        return Predictor(look=lambda pictures: [look(picture) for picture in pictures])
