@@ -9,8 +9,8 @@ from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.ui import track
-from ..measure.adapted import AdaptedCost, adapted_cost
-from ..measure.flops import Cost, cost, saved_percent
+from ..measure.adapted import adapted_cost
+from ..measure.flops import Cost, cost
 from ..measure.speed import row_id
 from .params import ADAPTER, ComplexityParams, SizePair
 
@@ -64,7 +64,7 @@ def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dic
         ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
         if "dwconv" not in ours.param_terms:
             raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
-        saved[size] = saved_percent(ours.macs, baseline.macs)
+        saved[size] = 100 * (1 - ours.macs / baseline.macs)
         dwconv[size] = ours.param_terms["dwconv"] / 1e6
     return saved, dwconv
 
@@ -79,15 +79,13 @@ def _make_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int
         "macs_g": counted.macs_g,
         "method": counted.method,
     }
-    if isinstance(counted, AdaptedCost):
+    if counted.paper_terms:
         row["macs_g_paper_convention"] = counted.macs_g_paper_convention
     return row
 
 
 def _list_terms(name: str, counted: Cost) -> list[dict[str, Any]]:
-    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms}
-    if isinstance(counted, AdaptedCost):
-        kinds["macs_paper_convention"] = counted.paper_terms
+    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms, "macs_paper_convention": counted.paper_terms}
     return [
         {"row": name, "kind": kind, "term": term, "value": value} for kind, terms in kinds.items() for term, value in terms.items() if value
     ]

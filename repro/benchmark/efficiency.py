@@ -1,6 +1,5 @@
 """The records of speed and memory: the fixed grid of the stage `efficiency`, and sweeps by the command line."""
 
-import dataclasses
 import signal
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
 from ..measure.conclude import compare_at, conclude
-from ..measure.op_rate import kept_for_backward, op_rate
+from ..measure.op_rate import OP_SIZES, kept_for_backward, op_rate
 from ..measure.sweep import SIZES, family_rows, group_rows
 from .loop import measure_gates, measure_pairs, measure_rows
 from .params import EfficiencyParams, OpParams, SweepParams
@@ -119,10 +118,9 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
 
 
 def _measure_op(params: OpParams, *, device: str, dtype: str, backend: str) -> dict[str, Any]:
-    sizes = dataclasses.asdict(params)
-    op = op_rate(**sizes, device=device, dtype=dtype, backend=backend)
-    kept_sizes = {name: sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size")}
-    op |= kept_for_backward(batch_size=1, **kept_sizes, device=device, backend=backend)
+    sizes = {name: getattr(params, name) for name in OP_SIZES}
+    op = op_rate(sizes, repeats=params.repeats, device=device, dtype=dtype, backend=backend)
+    op |= kept_for_backward(sizes, device=device, backend=backend)
     share_percent = 100 * op["share_of_matmul_rate"]
     print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {share_percent:.1f} % of the matrix-product rate")
     return op

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from ..core.config import bounded
 from ..core.errors import UserError, did_you_mean
 from ..measure.speed import RowSpec
-from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, specs_of
+from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
 
 ADAPTER = "vit_adapter"  # stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
 CountedRow = tuple[str, dict[str, str | int], tuple[int, int]]  # model, options, (H, W)
@@ -180,10 +180,13 @@ class SweepParams:
         return dataclasses.replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, the most important image sizes first; needs `with_defaults`."""
+        """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
         copied = ("batch_size", "dtype", "mode", "compile", "steps", "warmup", "budget_s")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in copied}
-        return specs_of(self.families, self.sizes or (), self.image_sizes, device=device_type, threads=threads, **shared)
+        shared: dict[str, Any] = {name: getattr(self, name) for name in copied} | {"device": device_type, "threads": threads}
+        return [
+            RowSpec(model=FAMILIES[family][0].format(SIZES[size]), attention=FAMILIES[family][1], image_size=(side, side), **shared)
+            for side, size, family in itertools.product(order_by_importance(self.image_sizes), self.sizes or (), self.families)
+        ]
 
 
 def parse_image_sizes(text: str) -> tuple[int, ...]:

@@ -9,30 +9,12 @@ from ..core.errors import UserError
 from ..core.hashing import hash_code
 from ..core.record import versions
 from ..measure.speed import RowSpec
-from ..measure.sweep import GROUP_KEYS, row_key, spec_key
+from ..measure.sweep import GROUP_KEYS, row_key
 from ..models.registry import family_module
 
-COLUMNS = (
-    "row",
-    "model",
-    "attention",
-    "image_size",
-    "batch_size",
-    "dtype",
-    "mode",
-    "compile",
-    "device",
-    "backend",
-    "attention_kernel",
-    "status",
-    "throughput_img_per_s",
-    "latency_ms",
-    "latency_ms_low",
-    "latency_ms_high",
-    "peak_memory_mib",
-    "num_params",
-    "macs_g",
-    "run",
+COLUMNS = tuple(
+    "row model attention image_size batch_size dtype mode compile device backend attention_kernel status throughput_img_per_s "
+    "latency_ms latency_ms_low latency_ms_high peak_memory_mib num_params macs_g run".split()
 )
 
 # the keys of a stored row by which it is found and sorted
@@ -59,7 +41,7 @@ class RowStore:
 
     def find_reusable_row(self, spec: RowSpec, run: int) -> dict[str, Any] | None:
         """The row that measured the same in the same run, on this device, with the same code and the same PyTorch; None without one."""
-        key = spec_key(spec)
+        key = row_key(vars(spec))
         same = (row for row in self.rows if row_key(row) == key and (row["run"], row["device"]) == (run, self._device))
         valid = (row for row in same if (row["code_hash"], row["torch_version"]) == (self._hash_code(spec.model), self._torch_version))
         return next(valid, None)

@@ -47,6 +47,7 @@ class Cost:
         macs: multiply-adds for one image.
         method: `analytic` for a closed form, `counter` for a counted forward pass.
         param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the counter.
+        paper_terms: of a backbone with its adapter, the terms of the papers' convention (see `adapted`), which add up to their number.
     """
 
     num_params: int
@@ -54,10 +55,15 @@ class Cost:
     method: Literal["analytic", "counter"]
     param_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
     mac_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    paper_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def macs_g(self) -> float:
         return self.macs / 1e9
+
+    @property
+    def macs_g_paper_convention(self) -> float:
+        return sum(self.paper_terms.values()) / 1e9
 
 
 def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
@@ -83,9 +89,8 @@ def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
     Raises:
         ValueError: an operator ran that neither has a FLOP formula registered with PyTorch nor is known to be free.
     """
-    counter = OperatorCounter()
     image = torch.empty(1, 3, *image_size, device=next(model.parameters()).device)
-    with torch.no_grad(), counter:
+    with torch.no_grad(), OperatorCounter() as counter:
         model(image)
     return counter.macs
 
@@ -145,8 +150,3 @@ def _is_free(func: torch._ops.OpOverload) -> bool:
     if func.namespace != "aten":
         return False
     return func.is_view or torch.Tag.pointwise in func.tags or func._opname in _FREE_ATEN
-
-
-def saved_percent(ours: int, baseline: int) -> float:
-    """The percentage by which `ours` has fewer MACs than `baseline`."""
-    return 100 * (1 - ours / baseline)

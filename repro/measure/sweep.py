@@ -28,23 +28,6 @@ _MARGIN = 1.3  # the time of a step grows a little faster than its multiply-adds
 _START_S = 6.0  # assumed time to start a process, until a row has shown the real one
 
 
-def specs_of(families: Sequence[str], sizes: Sequence[str], image_sizes: Sequence[int], **shared: Any) -> list[RowSpec]:
-    """The rows of a sweep, one image size after the other: rows that are compared run close in time, and drift affects them alike.
-
-    Args:
-        families: keys of `FAMILIES`.
-        sizes: keys of `SIZES`.
-        image_sizes: sides of square images in pixels.
-        shared: further arguments of every `RowSpec`.
-    """
-    return [
-        RowSpec(model=FAMILIES[family][0].format(SIZES[size]), attention=FAMILIES[family][1], image_size=(side, side), **shared)
-        for side in order_by_importance(image_sizes)
-        for size in sizes
-        for family in families
-    ]
-
-
 def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
     """Sort image sizes such that any first few of them spread evenly over the range.
 
@@ -78,13 +61,8 @@ def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[st
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """The identity of a measurement: two rows with equal keys measured the same. The backend that ran is not part of it."""
+    """The identity of a measurement: rows, or the `vars` of a spec, with equal keys measure the same. The backend is not part of it."""
     return (row["model"], row["attention"], *(row[key] for key in GROUP_KEYS), tuple(sorted(row["options"].items())), *row["image_size"])
-
-
-def spec_key(spec: RowSpec) -> tuple:
-    """The `row_key` of the row that a spec leads to."""
-    return row_key({name: getattr(spec, name) for name in ("model", "attention", *GROUP_KEYS, "options", "image_size")})
 
 
 class RowSchedule:

@@ -18,10 +18,10 @@ def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[Te
     """
     if hasattr(model, "mac_terms"):
         return model.param_terms(), model.mac_terms(image_size)
-    return _vit_terms(model, image_size) if is_plain_vit(model) else None
+    return _vit_terms(model, image_size) if _is_plain_vit(model) else None
 
 
-def is_plain_vit(model: torch.nn.Module) -> bool:
+def _is_plain_vit(model: torch.nn.Module) -> bool:
     """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT and the first ViTs."""
     if type(model) is not VisionTransformer or not model.blocks:
         return False

@@ -9,7 +9,7 @@ from timm.layers import use_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 
 from repro.measure import build, terms
-from repro.measure.flops import OperatorCounter, cost, counted_macs, saved_percent
+from repro.measure.flops import OperatorCounter, cost, counted_macs
 from repro.models.ttt_mixer import DESIGNS, W0_MODES, ttt_linear_macs
 from repro.models.vittt import POOLS
 
@@ -221,10 +221,6 @@ def test_macs_of_one_operator():
         torch.bmm(x[None], torch.ones(1, 5, 2))
     assert (counter.macs_of("aten.mm"), counter.macs_of("aten.bmm"), counter.macs_of("aten.addmm")) == (120, 30, 0)
     assert counter.macs == 150
-
-
-def test_saved_percent():
-    assert saved_percent(25, 100) == 75
 
 
 @pytest.mark.parametrize(
