@@ -42,7 +42,7 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
         data = planner.find_data(cell, params.data)
         options = {**params.options, "num_classes": data.classes}
         counted = planner.count(cell, cost, params.model, options, (params.transform.image_size,) * 2)
-        speed = planner.find_classifier_speed(params, counted.macs)
+        speed = planner.find_speed(params, counted.macs)
         images, seeds = _count_images(params, data), len(params.seeds)
         state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
         copies = seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
@@ -63,11 +63,8 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
 
 def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """Charge `detect`, with every image at the largest of the scales; see `_charge_dense`."""
-    rows = []
-    for cell, params in cells.items():
-        scale = params.transform.min_size[-1], params.transform.max_size
-        rows.append(_charge_dense(planner, cell, params, scale))
-    return rows
+    scales = {cell: (params.transform.min_size[-1], params.transform.max_size) for cell, params in cells.items()}
+    return [_charge_dense(planner, cell, params, scales[cell]) for cell, params in cells.items()]
 
 
 def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
@@ -107,7 +104,7 @@ def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[in
     data = planner.find_data(cell, params.data)
     padded = tuple(-(-side // STRIDE) * STRIDE for side in image_size)
     counted = planner.count(cell, adapted_cost, params.model, padded, params.options)
-    speed = planner.find_dense_speed(params, counted.macs)
+    speed = planner.find_speed(params, counted.macs)
     images = len(params.seeds) * _count_images(params, data)
     bound = "at least, without the heads: " if speed.source == "estimated" else ""
     return PlanRow(

@@ -25,7 +25,7 @@ class PlanRow:
 
     Args:
         command: what would run it.
-        gpu_hours: hours of one GPU; None where unknown.
+        gpu_hours: of one GPU; None where unknown.
         disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
         basis: how the hours come about.
         note: where a number in `basis` is known from.
@@ -51,15 +51,11 @@ class TrainingData:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Answers the questions of a stage's cost function.
+    """Answers the questions of the cost function of `stage`.
 
     Args:
-        stage: the stage whose cost is asked for.
-        paths: the checkout.
-        rates: what one GPU is assumed to achieve.
-        results: the records of the checkout.
         data: cell of prepare_data -> its params.
-        trained: collects the names of the models whose speed was asked for.
+        trained: collects the names of the classifiers whose speed was asked for.
     """
 
     stage: str
@@ -99,17 +95,14 @@ class Planner:
             return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)
         return TrainingData(kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images)
 
-    def find_classifier_speed(self, params: Any, macs: int) -> TrainingSpeed:
-        """The speed at which a classifier trains: as given, else as measured, else estimated from the `macs` of one image."""
+    def find_speed(self, params: Any, macs: int) -> TrainingSpeed:
+        """The speed of a training: of a classifier as given, else as measured, else estimated from the `macs` of one image."""
         key = self.model_key(params.model, params.options)
+        if self.stage not in CLASSIFIERS:
+            return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
         self.trained.update((params.model, key))
         given = self.rates.find_given(params.model, key)
         return given or find_measured(self.results, key, CLASSIFIERS) or self.rates.estimate(macs)
-
-    def find_dense_speed(self, params: Any, macs: int) -> TrainingSpeed:
-        """The speed at which this stage trains a detector or segmenter: as measured, else estimated; given speeds are of classifiers."""
-        key = self.model_key(params.model, params.options)
-        return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
 
     def count(self, cell: str, counter: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that counts a model's cost; what it refuses is a UserError that names the cell."""
@@ -121,11 +114,9 @@ class Planner:
 
 @dataclasses.dataclass(frozen=True)
 class CostPlan:
-    """The costs of all stages, and what the paper asks for.
+    """The costs of all stages in the order of the params file, and what the paper asks for.
 
-    Args:
-        rows: in the order of the params file.
-        needs: table or figure -> for each number there, the measurements from which ours is computed, see `repro.report.demands`.
+    `needs` is table or figure -> for each number there, the measurements from which ours is computed, see `repro.report.demands`.
     """
 
     rows: list[PlanRow]
@@ -163,7 +154,8 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     Raises:
         UserError: wrong parameters, or a given rate of a model that no cell trains.
     """
-    results, needs = _read_paper(paths, stages)
+    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
+    results = Results(paths, load_papers().values(), scores)
     sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name != "runtime"}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
     trained: set[str] = set()
@@ -176,14 +168,7 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
             rows += pkgutil.resolve_name(stages[name].cost)(planner, params[name])
     if unknown := sorted(rates.given.keys() - trained):
         raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}")
-    return CostPlan(rows, needs)
-
-
-def _read_paper(paths: Paths, stages: Mapping[str, Any]) -> tuple[Results, dict[str, list[set[Measurement]]]]:
-    """The records of a checkout, and the measurements that each table and figure of the primary paper needs."""
-    papers = load_papers().values()
-    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
-    return Results(paths, papers, scores), demands(load_primary().ledger)
+    return CostPlan(rows, demands(load_primary().ledger))
 
 
 def _build_params(stage: Any, name: str, content: Any) -> Any:
@@ -192,6 +177,7 @@ def _build_params(stage: Any, name: str, content: Any) -> Any:
         return None
     if not stage.cells:
         return build(stage.params, content, name)
-    if not isinstance(content or {}, Mapping):
+    cells = content or {}
+    if not isinstance(cells, Mapping):
         raise UserError(f"{name}: expected a mapping of cells")
-    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in (content or {}).items()}
+    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in cells.items()}

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..core.errors import UserError
 
@@ -13,16 +13,10 @@ FLOPS_PER_MAC = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSpeed:
-    """Training images per second on one GPU.
-
-    Args:
-        img_per_s: the rate.
-        source: `given`, `measured` or `estimated`.
-        note: the sentence that says where the rate comes from; empty where the user gave it.
-    """
+    """Training images per second on one GPU; `note` says where they come from, and is empty where the user gave them."""
 
     img_per_s: float
-    source: str
+    source: Literal["given", "measured", "estimated"]
     note: str = ""
 
 
