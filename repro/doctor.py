@@ -15,9 +15,10 @@ from typing import Any
 
 from .core.config import load_section, section_keys
 from .core.errors import UserError
-from .core.packages import INSTALL, REINSTALL, Line, check_floors, check_kernels, check_lock, check_mmseg, version
+from .core.packages import INSTALL, REINSTALL, Line, check_floors, check_kernels, check_lock, check_mmseg
 from .core.paths import Paths
 from .core.profiles import active_profile
+from .core.record import installed_version
 from .core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
 from .data.kinds import KINDS, PrepareData
 
@@ -89,7 +90,7 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
         mark = "error" if runtime.device == "cuda" else "warning"
         yield mark, "torch", f"sees no CUDA device (runtime.device: {runtime.device}): {fix}"
     try:
-        if version("torchvision"):
+        if installed_version("torchvision"):
             importlib.import_module("torchvision")
     except Exception as error:  # a build for another torch fails in many ways
         yield "error", "torchvision", f"does not fit this torch ({_first_line(error)}): {INSTALL}"
@@ -102,18 +103,12 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
         if device == "cpu" or backend == "triton":
             yield "ok", "TTT-Linear", f"{backend} on {device}{reason}"
         else:
-            fix = INSTALL if version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
+            fix = INSTALL if installed_version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
             yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"
 
 
 def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Iterator[Line]:
-    """Whether params.yaml can be loaded, and whether the data sets that its cells need are in place.
-
-    Args:
-        paths: the checkout.
-        runtime: its `runtime:` section, or the defaults.
-        problem: what is wrong with that section, if anything is.
-    """
+    """Whether params.yaml can be loaded (`problem` is what is wrong with `runtime:`), and the data sets of its cells are in place."""
     try:
         if problem:
             raise UserError(problem)

@@ -7,6 +7,7 @@ Unknown keys, wrong types and values out of range are a `UserError` that names t
 import dataclasses
 import json
 import math
+import operator
 import re
 import types
 import typing
@@ -35,6 +36,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le)}
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
@@ -45,10 +47,7 @@ def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: 
         default: the field's default; required when left out.
         ge, gt, le: inclusive lower, exclusive lower and inclusive upper bound.
     """
-    metadata = {"ge": ge, "gt": gt, "le": le}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
 def load_yaml(path: Path) -> Any:
@@ -100,13 +99,11 @@ def build(cls: type, data: Any, where: str) -> Any:
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
     """The section `keys` of a params file as an instance of `cls`; see `build`."""
     data = load_yaml(params_path)
-    where = []
-    for key in keys:
-        where.append(key)
-        if not isinstance(data, Mapping) or key not in data:
-            present = data if isinstance(data, Mapping) else {}
-            raise UserError(f"{params_path}: {'.'.join(where)}: no such section{did_you_mean(key, present)}")
-        data = data[key]
+    for depth, key in enumerate(keys, 1):
+        present = data if isinstance(data, Mapping) else {}
+        if key not in present:
+            raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, present)}")
+        data = present[key]
     return build(cls, data, ".".join(keys))
 
 
@@ -121,8 +118,7 @@ def section_keys(params_path: Path, section: str) -> list[str]:
 
 def params_hash(config: Any) -> str:
     """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
-    return short_hash(text)
+    return short_hash(json.dumps(dataclasses.asdict(config), sort_keys=True, default=str))
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -159,17 +155,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     raise UserError(f"{where}: expected {hint.__name__}, got {_show(value)}")
 
 
-def _check_range(metadata: Mapping, value: Any, where: str) -> None:
-    if value is None or not metadata:
+def _check_range(bounds: Mapping[str, float | None], value: Any, where: str) -> None:
+    if value is None:
         return
     for item in value if isinstance(value, tuple) else (value,):
-        for name, sign, holds in (
-            ("ge", ">=", lambda v, bound: v >= bound),
-            ("gt", ">", lambda v, bound: v > bound),
-            ("le", "<=", lambda v, bound: v <= bound),
-        ):
-            bound = metadata.get(name)
-            # `not holds` and no inverted comparison, so that NaN is refused too
+        for name, bound in bounds.items():
+            sign, holds = _BOUNDS[name]
             if bound is not None and not holds(item, bound):
                 raise UserError(f"{where}: {item} is out of range, must be {sign} {bound}")
 

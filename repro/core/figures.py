@@ -64,10 +64,7 @@ def against_resolution(
 def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> list[Path]:
     """Draw one panel for each quantity with one bar for each family, as the panels of Fig. 1 of Vision-TTT.
 
-    Args:
-        path: without suffix; `.png` and `.svg` are written.
-        bars: quantity, a key of `LABELS` -> family -> value.
-        title: above the panels.
+    `bars` is quantity, a key of `LABELS` -> family -> value; the rest is as in `against_resolution`.
     """
     figure, axes = new_figure(len(bars))
     for panel, (key, values) in zip(axes, bars.items(), strict=True):

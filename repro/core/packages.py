@@ -7,8 +7,9 @@ import importlib.util
 import platform
 import tomllib
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
+
+from .record import installed_version
 
 # (ok, note, warning or error; the subject; what was found, with the fix if something is wrong)
 Line = tuple[str, str, str]
@@ -16,23 +17,8 @@ INSTALL = "python -m pip install --no-deps -r requirements.lock"
 REINSTALL = "python -m pip install --no-deps -e ."
 # what `repro segment` needs: the maintained continuation of OpenMMLab's packages, with the same import names
 MMSEG = {"onedl-mmsegmentation": "1.4.2", "onedl-mmcv": "2.3.6", "onedl-mmengine": "0.10.12"}
-# distributions with the same import names -> the one of ours with which they collide
-MMSEG_CLASHES = {
-    "mmsegmentation": "onedl-mmsegmentation",
-    "mmcv": "onedl-mmcv",
-    "mmcv-full": "onedl-mmcv",
-    "mmcv-lite": "onedl-mmcv",
-    "mmengine": "onedl-mmengine",
-    "mmengine-lite": "onedl-mmengine",
-}
-
-
-def version(name: str) -> str | None:
-    """The installed version of a distribution, the first one on the module path; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+# distributions whose import names these have, too, and which therefore collide with them
+MMSEG_CLASHES = ("mmsegmentation", "mmcv", "mmcv-full", "mmcv-lite", "mmengine", "mmengine-lite")
 
 
 def check_floors(project: Path) -> Iterator[Line]:
@@ -52,7 +38,7 @@ def check_floors(project: Path) -> Iterator[Line]:
     extras = [text for texts in about.get("optional-dependencies", {}).values() for text in texts]
     for text in dict.fromkeys([*about["dependencies"], *extras]):
         wanted, optional = Requirement(text), text not in about["dependencies"]
-        found = version(wanted.name)
+        found = installed_version(wanted.name)
         if (wanted.marker and not wanted.marker.evaluate()) or (optional and found is None):
             continue
         if found is not None and wanted.specifier.contains(found, prereleases=True):
@@ -71,7 +57,7 @@ def check_lock(lock: Path) -> Iterator[Line]:
         return
     pins = [Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
-    pairs = [(pin.name, str(pin.specifier).removeprefix("=="), version(pin.name)) for pin in pins]
+    pairs = [(pin.name, str(pin.specifier).removeprefix("=="), installed_version(pin.name)) for pin in pins]
     # the build's tag does not count: 2.14.1+cu130 is 2.14.1
     differ = [f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin]
     absent = [name for name, _, found in pairs if found is None]
@@ -85,11 +71,12 @@ def check_lock(lock: Path) -> Iterator[Line]:
 def check_mmseg() -> Iterator[Line]:
     """The three packages of `repro segment`, and other distributions that write into the same import names."""
     for name, pin in MMSEG.items():
-        found = version(name)
+        found = installed_version(name)
         problem = f"{found or 'not installed'}, repro segment is tested with {pin}: {INSTALL}"
         yield ("ok" if found == pin else "warning"), name, (pin if found == pin else problem)
-    for name, ours in MMSEG_CLASHES.items():
-        if other := version(name):  # removing it also removes files of ours in the same folder
+    for name in MMSEG_CLASHES:
+        ours = f"onedl-{name.partition('-')[0]}"
+        if other := installed_version(name):  # removing it also removes files of ours in the same folder
             fix = f"python -m pip uninstall {name}, then python -m pip install --force-reinstall --no-deps {ours}=={MMSEG[ours]}"
             yield "error", name, f"{other} has the import name of {ours}, and one overwrites the other: {fix}"
 
@@ -97,7 +84,7 @@ def check_mmseg() -> Iterator[Line]:
 def check_kernels() -> Iterator[Line]:
     """Whether `import kernels` gives this project's package, and not Hugging Face's of the same name."""
     spec = importlib.util.find_spec("kernels")
-    found, installed = Path(spec.origin).parent if spec and spec.origin else None, version("kernels")
+    found, installed = Path(spec.origin).parent if spec and spec.origin else None, installed_version("kernels")
     if found is None or not (found / "ttt_linear").is_dir():
         fix = "python -m pip uninstall kernels" if installed else REINSTALL
         yield "error", "kernels", f"`import kernels` gives {found}, not this project's package: {fix}"

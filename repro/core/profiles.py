@@ -22,12 +22,7 @@ def find_profile(paths: Paths, name: str) -> Path:
 
 
 def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
-    """The profile whose values params.yaml holds, whatever its comments and its order; None where the values were edited.
-
-    Args:
-        paths: the checkout.
-        besides: sections that are not compared.
-    """
+    """The profile whose values params.yaml holds `besides` some sections, whatever its order; None where the values were edited."""
 
     def read_values(file: Path) -> dict[str, Any]:
         return {section: content for section, content in load_yaml(file).items() if section not in besides}

@@ -100,11 +100,10 @@ def make_identity(
     """What explains a number.
 
     Args:
-        root: the checkout.
         code: entry modules of the stage (dotted names); the hash covers their first-party import closure.
         config: the stage's params dataclass.
-        data_manifest: the manifest file of the data set, if any.
-        device: e.g. `cpu: AMD EPYC, 2 threads`; see `runtime.device_label`.
+        data_manifest: the file of the data set, if any.
+        device: see `runtime.device_label`.
         dtype: fp32, bf16 or fp16.
         backend: which implementation of the kernels ran.
     """
@@ -122,13 +121,15 @@ def make_identity(
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that numbers depend on, without importing them."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in _VERSIONS_OF}}
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution, the first one on the module path; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _require_reasons(value: Any, where: str) -> None:

@@ -157,7 +157,7 @@ def test_a_hidden_kernels_package_is_an_error(tmp_path):
 
 def test_segmentation_is_pinned(tmp_path, monkeypatch):
     with monkeypatch.context() as bare:
-        bare.setattr(packages, "version", lambda name: None)
+        bare.setattr(packages, "installed_version", lambda name: None)
         assert [mark for mark, _, text in packages.check_mmseg() if "not installed" in text] == ["warning"] * 3
     monkeypatch.syspath_prepend(str(tmp_path))
     pretend(tmp_path, **{name.replace("-", "_"): pin for name, pin in packages.MMSEG.items()})
