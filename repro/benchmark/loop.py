@@ -1,5 +1,6 @@
 """The one loop that measures rows: in order, within a time limit, reusing the rows that a store holds."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from .store import RowStore
 
 
 def measure_rows(
-    specs: Sequence[RowSpec], store: RowStore, *, run: int = 1, budget_s: float | None = None, keep_failures: bool = True
+    specs: Sequence[RowSpec], store: RowStore, *, run: int = 1, budget_s: float = math.inf, keep_failures: bool = True
 ) -> dict[int, float]:
     """Measure every row that the store does not hold, and print a line for each.
 
@@ -22,7 +23,7 @@ def measure_rows(
         specs: the rows, those of one image size next to each other.
         store: gets each row as soon as it is measured.
         run: the number of this measurement of the rows, from 1 on.
-        budget_s: wall-clock seconds; image sizes that do not fit are left out. None for no limit.
+        budget_s: wall-clock seconds; image sizes that do not fit are left out.
         keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
 
     Returns:
@@ -32,7 +33,10 @@ def measure_rows(
         UserError: a model cannot be built at its image size; this is found before anything is measured.
         RunError: a measuring process broke, and failures are not kept.
     """
-    macs_g = _count_macs(specs)
+    try:
+        macs_g = {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
+    except ValueError as error:
+        raise UserError(f"efficiency: {error}") from None
     found = [(spec, store.find_reusable_row(spec, run)) for spec in specs]
     todo = [spec for spec, row in found if row is None]
     if len(todo) < len(specs):
@@ -71,11 +75,7 @@ def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) ->
 
 
 def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, device: str) -> list[dict[str, Any]]:
-    """Measure, for each of the families with an operator of this project's, whether that is fast enough for a fair comparison.
-
-    Returns:
-        A list of `repro.measure.op_rate.measure_gate`.
-    """
+    """`repro.measure.op_rate.measure_gate` of each of the families with an operator of this project's, and a line for each."""
     gates = []
     for family in sorted(OPERATORS.keys() & set(families)):
         gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))
@@ -97,13 +97,6 @@ def format_remaining(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f", at most {seconds / 60:.0f} min left" if seconds >= 60 else f", {seconds:.0f} s left"
-
-
-def _count_macs(specs: Sequence[RowSpec]) -> dict[str, float]:
-    try:
-        return {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
-    except ValueError as error:
-        raise UserError(f"efficiency: {error}") from None
 
 
 def _measure(spec: RowSpec, keep_failures: bool) -> dict[str, Any]:

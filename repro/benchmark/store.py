@@ -22,11 +22,10 @@ ROW_KEYS = ("row", "model", "options", "attention", "image_size", *GROUP_KEYS, "
 
 
 class RowStore:
-    """The measured rows of one device.
+    """The measured rows of the device of a label.
 
     Args:
         root: the checkout, whose sources determine whether a row is still valid.
-        device: the label of the device, see `repro.core.runtime.device_label`.
         rows: those of earlier calls, as `add` completes them.
         save: called with the store after every change.
     """

@@ -4,6 +4,7 @@ The rows are measured by `speed.measure`; `conclude` draws conclusions from them
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -72,9 +73,9 @@ class RowSchedule:
     the remaining time; otherwise it is left out as a whole, so that the measured rows stay comparable.
 
     Args:
-        specs: the rows, those of one image size next to each other; see `specs_of`.
+        specs: the rows, those of one image size next to each other.
         macs_g: spec -> multiply-adds of one image in units of 1e9.
-        budget_s: wall-clock seconds for all rows; None for no limit.
+        budget_s: wall-clock seconds for all rows.
         clock: returns the time in seconds.
     """
 
@@ -82,7 +83,7 @@ class RowSchedule:
         self,
         specs: Sequence[RowSpec],
         macs_g: Callable[[RowSpec], float],
-        budget_s: float | None = None,
+        budget_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._groups = [list(group) for _, group in itertools.groupby(specs, key=lambda spec: spec.image_size)]
@@ -93,27 +94,19 @@ class RowSchedule:
 
     def __iter__(self) -> Iterator[tuple[RowSpec, float | None]]:
         """Yield each row to measure, with the seconds expected for it and all later rows; call `note` before the next one."""
-        began = self._clock()
+        end = self._clock() + self._budget_s
         for number, group in enumerate(self._groups):
             needed_s = sum(map(self._expect, group))
-            remaining_s = None if self._budget_s is None else self._budget_s - (self._clock() - began)
-            if number and remaining_s is not None and needed_s > remaining_s:
+            if number and needed_s > end - self._clock():
                 self.left_out[group[0].image_size[0]] = needed_s
                 continue
             for place, spec in enumerate(group):
                 ahead = [*group[place:], *itertools.chain(*self._groups[number + 1 :])]
-                expected_s = sum(map(self._expect, ahead)) if self._seconds_per_gmac else None
-                if expected_s is not None and self._budget_s is not None:
-                    expected_s = min(expected_s, max(self._budget_s - (self._clock() - began), 0.0))
-                yield spec, expected_s
+                remaining_s = max(end - self._clock(), 0.0)
+                yield spec, min(sum(map(self._expect, ahead)), remaining_s) if self._seconds_per_gmac else None
 
     def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Learn from a measured row how long later rows of the same model take.
-
-        Args:
-            spec, row: the row as it was asked for, and as it was measured.
-            seconds: time that the measurement took; None for a row of an earlier call.
-        """
+        """Learn from a measured row, which took so many seconds (None in an earlier call), how long later rows of its model take."""
         if row["status"] != "ok":
             return
         self._seconds_per_gmac[spec.model, spec.attention] = row["latency_ms"] / 1e3 / (self._macs_g(spec) * spec.batch_size)

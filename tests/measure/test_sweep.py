@@ -65,7 +65,7 @@ def test_a_schedule_leaves_out_whole_image_sizes_that_do_not_fit():
 
 def test_a_schedule_without_a_limit_measures_everything():
     specs, clock = [make_spec(side) for side in (16, 64, 32)], Clock()
-    schedule = RowSchedule(specs, lambda spec: 1.0, None, clock)
+    schedule = RowSchedule(specs, lambda spec: 1.0, clock=clock)
     assert drive(schedule, clock, lambda spec: 1000.0) == specs and not schedule.left_out
 
 
@@ -77,7 +77,7 @@ def test_a_schedule_takes_the_first_image_size_whatever_it_takes():
 
 def test_rows_of_an_earlier_call_tell_what_is_left():
     """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, which nobody has measured yet."""
-    schedule = RowSchedule([make_spec(32)], lambda spec: 1.0, None, Clock())
+    schedule = RowSchedule([make_spec(32)], lambda spec: 1.0, clock=Clock())
     schedule.note(make_spec(16), make_row(1000.0))
     ((_, expected_s),) = list(schedule)
     assert round(expected_s, 6) == 12 * 1.3 + 6
