@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from repro.core.config import load_section, load_yaml
+from repro.core.config import active_profile, load_section, load_yaml
 from repro.core.paths import Paths, find_root
-from repro.core.profiles import active_profile
 from repro.papers import find_rooms, load_papers
 
 from . import PURPOSES, Stage, load_module, load_stages, stage_names, verb_of

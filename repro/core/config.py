@@ -1,4 +1,4 @@
-"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly.
+"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly; and the profiles, sets of parameters.
 
 A stage owns its dataclass and receives only its own section, so the `params:` list in dvc.yaml is true by construction.
 Unknown keys, wrong types and values out of range are a `UserError` that names the key path, the value and what is allowed.
@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 import yaml
 
-from .errors import UserError, did_you_mean
+from .errors import UserError, blame, did_you_mean
 from .hashing import short_hash
+from .paths import Paths
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,12 +42,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+
 
 
 def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """A dataclass field whose number must lie in a range; `None` values of optional fields are exempt.
-
-    Args:
-        default: the field's default; required when left out.
-        ge, gt, le: inclusive lower, exclusive lower and inclusive upper bound.
-    """
+    """A dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt. Without a default, it is required."""
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
@@ -64,13 +60,9 @@ def load_yaml(path: Path) -> Any:
 
 
 def build(cls: type, data: Any, where: str) -> Any:
-    """Build the dataclass `cls` from parsed YAML, strictly.
+    """Build a frozen keyword-only dataclass from parsed YAML, strictly; `where` is its key path for messages.
 
-    Args:
-        cls: a frozen keyword-only dataclass; field types may be bool, int, float, str, Literal, Optional, tuple[X, ...],
-            dict[str, X] or another such dataclass.
-        data: the parsed YAML.
-        where: key path for messages, e.g. `pretrain.vittt_nano_digits`.
+    Field types may be bool, int, float, str, Literal, Optional, tuple[X, ...], dict[str, X] or another such dataclass.
 
     Raises:
         UserError: unknown or missing key, wrong type, value out of range; or what the class's own `__post_init__` refuses.
@@ -90,10 +82,8 @@ def build(cls: type, data: Any, where: str) -> Any:
             _check_range(field.metadata, values[name], key_path)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{key_path}: missing, a value is required")
-    try:
+    with blame(where, ValueError):
         return cls(**values)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
@@ -114,6 +104,29 @@ def section_keys(params_path: Path, section: str) -> list[str]:
     if not isinstance(cells, Mapping) or not cells:
         raise UserError(f"{params_path}: {section}: expected a mapping of cells")
     return [str(name) for name in cells]
+
+
+def list_profiles(paths: Paths) -> list[str]:
+    """The names of the profiles, in alphabetical order."""
+    return sorted(path.stem for path in paths.profiles.glob("*.yaml"))
+
+
+def find_profile(paths: Paths, name: str) -> Path:
+    """The file of a profile; raises a UserError for an unknown name."""
+    known = list_profiles(paths)
+    if name not in known:
+        raise UserError(f"profile {name}: no such profile{did_you_mean(name, known)}")
+    return paths.profiles / f"{name}.yaml"
+
+
+def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
+    """The profile whose values params.yaml holds `besides` some sections, whatever its order; None where the values were edited."""
+
+    def read_values(file: Path) -> dict[str, Any]:
+        return {section: content for section, content in load_yaml(file).items() if section not in besides}
+
+    current = read_values(paths.params)
+    return next((name for name in list_profiles(paths) if read_values(find_profile(paths, name)) == current), None)
 
 
 def params_hash(config: Any) -> str:

@@ -1,9 +1,11 @@
 """Errors that end a command with one line and a documented exit code."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 MOST_LISTED = 40
+INSTALL = "python -m pip install --no-deps -r requirements.lock"  # the fix where a package is missing or too old
 
 
 class UserError(Exception):
@@ -29,6 +31,15 @@ class Interrupted(Exception):
     def __init__(self, signum: int, where: str):
         super().__init__(f"stopped by signal {signum}; {where}; the same command continues")
         self.exit_code = 128 + signum
+
+
+@contextlib.contextmanager
+def blame(where: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within the context, an error of one of these kinds is a `UserError` that begins with `where`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:

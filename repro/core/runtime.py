@@ -12,8 +12,6 @@ from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -57,7 +55,7 @@ def torch_dtype(name: str) -> Any:
     """`fp32`, `bf16` or `fp16`, as results spell them -> torch.dtype."""
     import torch
 
-    return getattr(torch, DTYPES[name])
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def load_runtime(paths: Paths) -> Runtime:
@@ -110,10 +108,10 @@ def gpu_names() -> list[str]:
     """The names of NVIDIA GPUs by the driver's own tool, without importing torch; empty where there is none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def describe_machine() -> dict[str, Any]:
