@@ -11,16 +11,15 @@ import torch
 
 from kernels import selected_backend
 
-from ..core.errors import Interrupted, RunError, UserError
+from ..core.errors import Interrupted, RunError, UserError, blame
 from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
 from ..measure.conclude import compare_at, conclude
 from ..measure.op_rate import OP_SIZES, kept_for_backward, op_rate
 from ..measure.sweep import SIZES, family_rows, group_rows
-from .loop import measure_gates, measure_pairs, measure_rows
+from .loop import COLUMNS, ROW_KEYS, RowStore, measure_gates, measure_pairs, measure_rows, require_keys, write_rows
 from .params import EfficiencyParams, OpParams, SweepParams
-from .store import COLUMNS, ROW_KEYS, RowStore, require_keys, write_rows
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
 _SWEEP_KEYS = ("run", "code_hash", "torch_version")  # by which a sweep finds a row again; the grid's identity says the same
@@ -41,10 +40,8 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     """
     started = time.monotonic()
     device, label = _open_device(runtime)
-    try:
+    with blame("efficiency", ValueError):
         backend = selected_backend(params.backend, device, dtype=torch_dtype(params.dtype))
-    except ValueError as error:
-        raise UserError(f"efficiency: {error}") from None
     store = RowStore(paths.root, label)
     measure_rows(params.specs(device.type, runtime.threads), store, keep_failures=False)
     op = _measure_op(params.op, device=device.type, dtype=params.dtype, backend=params.backend)

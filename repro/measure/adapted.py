@@ -35,10 +35,7 @@ _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torc
 def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Cost:
     """Parameters and multiply-adds of a backbone with its adapter for one image of (H, W) pixels.
 
-    Args:
-        backbone: registered name.
-        image_size: of the image; the model is built for the size of its own training.
-        options: further arguments of the backbone.
+    The backbone is a registered one with options, and is built for the size of its own training.
 
     Raises:
         ValueError: a model without an adapter, a side that is not a multiple of 32, or an operator whose multiply-adds are unknown.

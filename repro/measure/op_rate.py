@@ -62,7 +62,7 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
     return {
         **{f"{name}_gflop_per_s": rate[name] for name in steps},
         "share_of_matmul_rate": rate["op"] / rate["matmul"],
-        "share_ci95": list(interval) if interval else None,
+        "share_ci95": interval,
         **{f"{name}_ms": median_ms[name] for name in steps},
         **{f"{name}_samples_ms": [round(sample, 3) for sample in samples_ms[name]] for name in steps},
         "backend": selected_backend(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=cast),
@@ -74,10 +74,7 @@ def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) ->
     """The memory that autograd keeps between the passes for one image and direction, of the equations as written and of the operator.
 
     The equations keep a state per chunk and everything computed from it; the operator keeps its inputs and recomputes the rest, by
-    the fusion and recomputation of Appendix B.2.
-
-    Args:
-        sizes, device, backend: see `op_rate`.
+    the fusion and recomputation of Appendix B.2. For the arguments, see `op_rate`.
 
     Returns:
         {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: total size of the distinct storages, in fp32.
@@ -97,13 +94,9 @@ def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) ->
 
 
 def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> dict[str, Any]:
-    """Whether a family's operator runs fast enough, beside a copy within memory, for a fair comparison with the family.
+    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy within memory, for a fair comparison.
 
     The operator's forward pass at 6400 tokens and the copy are timed in turn.
-
-    Args:
-        family: a key of `OPERATORS`.
-        batch_size, device, dtype: as of the rows that are compared.
 
     Returns:
         {family, batch_size, dtype, operator, share_of_copy_percent, op_gb_per_s, copy_gb_per_s, at_least_percent, holds}: rates from
@@ -115,18 +108,10 @@ def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> di
     samples_ms = _time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, REPEATS, device)
     op_gb_per_s = op_bytes / statistics.median(samples_ms["op"]) / 1e6
     copy_gb_per_s = 2 * _COPY_BYTES / statistics.median(samples_ms["copy"]) / 1e6
-    share_percent, required_percent = 100 * op_gb_per_s / copy_gb_per_s, REQUIRED_SHARE_PERCENT[torch.device(device).type]
-    return {
-        "family": family,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "operator": operator,
-        "share_of_copy_percent": share_percent,
-        "op_gb_per_s": op_gb_per_s,
-        "copy_gb_per_s": copy_gb_per_s,
-        "at_least_percent": required_percent,
-        "holds": share_percent >= required_percent,
-    }
+    share_percent, required_percent = 100 * op_gb_per_s / copy_gb_per_s, REQUIRED_SHARE_PERCENT[device]
+    gate = {"family": family, "batch_size": batch_size, "dtype": dtype, "operator": operator}
+    gate |= {"share_of_copy_percent": share_percent, "op_gb_per_s": op_gb_per_s, "copy_gb_per_s": copy_gb_per_s}
+    return gate | {"at_least_percent": required_percent, "holds": share_percent >= required_percent}
 
 
 def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
@@ -156,7 +141,7 @@ OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {"vim": _sele
 
 def _time_in_turn(steps: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
     """Run the steps one after the other, `repeats` times after an untimed turn; return the milliseconds of each step's turns."""
-    timer = STEP_TIMERS[torch.device(device).type]
+    timer = STEP_TIMERS[device]
     with torch.inference_mode():
         turns = [{name: timer(step) for name, step in steps.items()} for _ in range(repeats + 1)]
     return {name: [turn[name] for turn in turns[1:]] for name in steps}

@@ -185,20 +185,10 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     else:
         with torch.inference_mode():
             samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
-    latency = statistics.median(samples)
-    interval = median_interval(samples)
-    row = {
-        "backend": backend,
-        "attention_kernel": kernel,
-        "throughput_img_per_s": spec.batch_size * 1e3 / latency,
-        "latency_ms": latency,
-        "latency_ms_ci95": list(interval) if interval else None,
-        "peak_memory_mib": peak_mib,
-        "peak_memory_method": method,
-        "status": "ok",
-        "steps": len(samples),
-        "samples_ms": [round(s, 3) for s in samples],
-    }
+    latency, interval = statistics.median(samples), median_interval(samples)
+    row = {"status": "ok", "backend": backend, "attention_kernel": kernel, "peak_memory_mib": peak_mib, "peak_memory_method": method}
+    row |= {"throughput_img_per_s": spec.batch_size * 1e3 / latency, "latency_ms": latency}
+    row |= {"latency_ms_ci95": interval, "steps": len(samples), "samples_ms": [round(s, 3) for s in samples]}
     if interval is None:
         row["latency_ms_ci95_reason"] = f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
     if peak_mib is None:
@@ -207,10 +197,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 
 
 def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """Return a step of training: forward, backward and AdamW, whose two moments count towards the memory.
-
-    The learning rate is too small to change the model noticeably.
-    """
+    """A step of training: forward, backward and AdamW, whose moments count as memory and whose rate hardly changes the model."""
     import torch
 
     model.train()
@@ -264,12 +251,9 @@ def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: i
 
 
 def _warm_up(timed_step: Callable[[], float], steps: int, *, first_step_compiles: bool) -> None:
-    """Run steps until clocks, caches and allocators have settled; one slow step is enough to settle them.
+    """Run at least `steps` steps, which return their milliseconds, until clocks, caches and allocators have settled.
 
-    Args:
-        timed_step: runs a step and returns its milliseconds.
-        steps: the fewest steps; they go on until WARM_UP_S have been spent in steps.
-        first_step_compiles: whether the first step may be slow only because it compiles.
+    They go on until WARM_UP_S have been spent; one slow step is enough, unless it may be slow only because it compiles.
     """
     done, spent_ms = 0, 0.0
     while done < steps or spent_ms < WARM_UP_S * 1e3:
