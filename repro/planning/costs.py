@@ -91,11 +91,6 @@ def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
     return [PlanRow(command=planner.command(), gpu_hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
 
 
-def charge_unknown(planner: Planner, params: Any) -> list[PlanRow]:
-    """List a stage whose cost is not modelled."""
-    return [planner.unknown_row()]
-
-
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
     """Charge one training for each seed of a backbone with its adapter; the disk space is unknown.
 
