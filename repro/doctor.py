@@ -10,7 +10,7 @@ import platform
 import shutil
 import sysconfig
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,15 @@ def examine(paths: Paths) -> dict[str, list[Line]]:
     except UserError as error:
         runtime, problem = Runtime(data_roots={}), str(error)
     gpus = gpu_names()
-    sections: dict[str, Callable[[], Iterable[Line]]] = {
-        "machine": lambda: check_machine(gpus),
-        "packages": lambda: [*check_floors(paths.root / "pyproject.toml"), *check_lock(paths.root / "requirements.lock")],
-        "name clashes": lambda: check_names(paths),
-        "PyTorch and TTT-Linear": lambda: check_torch(runtime, gpus),
-        "segmentation": check_mmseg,
-        "parameters and data": lambda: check_parameters(paths, runtime, problem),
-        "disk and shared memory": lambda: check_space(paths, runtime),
+    return {
+        "machine": list(check_machine(gpus)),
+        "packages": [*check_floors(paths.root / "pyproject.toml"), *check_lock(paths.root / "requirements.lock")],
+        "name clashes": list(check_names(paths)),
+        "PyTorch and TTT-Linear": list(check_torch(runtime, gpus)),
+        "segmentation": list(check_mmseg()),
+        "parameters and data": list(check_parameters(paths, runtime, problem)),
+        "disk and shared memory": list(check_space(paths, runtime)),
     }
-    return {title: list(find_lines()) for title, find_lines in sections.items()}
 
 
 def check_machine(gpus: list[str]) -> Iterator[Line]:
@@ -71,10 +70,7 @@ def check_machine(gpus: list[str]) -> Iterator[Line]:
 
 
 def check_floors(project: Path) -> Iterator[Line]:
-    """A line for Python if it is too old, and one for each dependency of a pyproject.toml: an error if it is missing or too old.
-
-    Extras are reported only if they are installed.
-    """
+    """A line for Python if it is too old, and for each dependency of a pyproject.toml, of extras only if they are installed."""
     from packaging.requirements import Requirement
 
     if not project.is_file():
