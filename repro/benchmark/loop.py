@@ -10,7 +10,7 @@ from typing import Any
 from ..core.csvfile import write_csv
 from ..core.errors import RunError, UserError, blame
 from ..core.hashing import hash_code
-from ..core.record import versions
+from ..core.record import installed_version
 from ..measure.flops import cost
 from ..measure.op_rate import OPERATORS, measure_gate
 from ..measure.speed import RowSpec, measure, unmeasured_row
@@ -27,20 +27,18 @@ ROW_KEYS = ("row", "model", "options", "attention", "image_size", *GROUP_KEYS, "
 
 
 class RowStore:
-    """The measured rows of the device of a label.
+    """The measured rows of the device of a label; the sources in the checkout at `root` determine which of them are still valid.
 
     Args:
-        root: the checkout, whose sources determine whether a row is still valid.
         rows: those of earlier calls, as `add` completes them.
         save: called with the store after every change.
     """
 
     def __init__(
-        self, root: Path, device: str, rows: Iterable[Mapping[str, Any]] = (), save: Callable[["RowStore"], None] = lambda store: None
+        self, root: Path, device: str, rows: Sequence[Mapping[str, Any]] = (), save: Callable[["RowStore"], None] = lambda store: None
     ):
-        self.rows = [dict(row) for row in rows]
-        self._root, self._device, self._save = root, device, save
-        self._torch_version = versions()["torch"]
+        self.rows, self._root, self._device, self._save = list(rows), root, device, save
+        self._torch_version = installed_version("torch")
         self._code_hashes: dict[str, str] = {}
 
     def find_reusable_row(self, spec: RowSpec, run: int) -> dict[str, Any] | None:
@@ -80,12 +78,11 @@ def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
     """Write rows as CSV, one line each; `image_size` is the height there."""
-
-    def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
+    table = []
+    for row in rows:
         low, high = row["latency_ms_ci95"] or (None, None)
-        return {**row, "image_size": row["image_size"][0], "latency_ms_low": low, "latency_ms_high": high}
-
-    write_csv(path, map(flatten, rows), columns)
+        table.append({**row, "image_size": row["image_size"][0], "latency_ms_low": low, "latency_ms_high": high})
+    write_csv(path, table, columns)
 
 
 def measure_rows(

@@ -21,12 +21,7 @@ class RunError(Exception):
 
 
 class Interrupted(Exception):
-    """A signal ended the run after its state was saved. Exit code 128 + signal number.
-
-    Args:
-        signum: the signal's number (2 for SIGINT, 15 for SIGTERM).
-        where: what was saved, for the message.
-    """
+    """A signal ended the run after its state was saved; `where` says what. Exit code 128 + signal number."""
 
     def __init__(self, signum: int, where: str):
         super().__init__(f"stopped by signal {signum}; {where}; the same command continues")

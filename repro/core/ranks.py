@@ -40,8 +40,6 @@ class Ranks:
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank; one exchange for all."""
-        if self.world_size == 1:
-            return list(flags)
         return [value > 0 for value in self.sum([float(flag) for flag in flags])]
 
     def sum(self, values: Sequence[float]) -> list[float]:

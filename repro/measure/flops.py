@@ -21,8 +21,6 @@ from torch.utils.flop_counter import flop_registry
 
 from . import build
 
-Terms = dict[str, int]
-
 # operators of ATen without multiply-adds, in addition to those that PyTorch itself marks as views or as pointwise
 _FREE_ATEN = frozenset(
     # new tensors, copies and layout
@@ -87,7 +85,7 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> 
     return Cost(num_params, sum(mac_terms.values()), "analytic", param_terms, mac_terms)
 
 
-def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[Terms, Terms] | None:
+def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]] | None:
     """(parameter terms, multiply-add terms) for one image of (H, W) pixels; None for a family without a closed form.
 
     Raises:
@@ -115,7 +113,7 @@ def _is_plain_vit(model: torch.nn.Module) -> bool:
     )
 
 
-def _vit_terms(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[Terms, Terms]:
+def _vit_terms(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Symbols: D width, L depth, T tokens with class tokens, N patch tokens."""
     D, L = model.embed_dim, len(model.blocks)
     hidden = model.blocks[0].mlp.fc1.out_features
