@@ -26,14 +26,13 @@ class Verbs(TyperGroup):
         if name not in (known := stages.stage_names()):
             raise UserError(f"{cmd_name}: no such verb{did_you_mean(cmd_name, map(stages.verb_of, known))}")
         module = stages.load_module(name)
-        panel = stages.PURPOSES[module.STAGE.purpose]
         if hasattr(module, "app"):
             command = typer.main.get_group(module.app)
         else:
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             alone.command()(module.command)
             command = typer.main.get_command(alone)
-        command.name, command.rich_help_panel = cmd_name, panel
+        command.name, command.rich_help_panel = cmd_name, stages.PURPOSES[module.STAGE.purpose]
         return command
 
 

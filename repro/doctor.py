@@ -1,28 +1,35 @@
 """What a machine and a checkout have and lack: packages, compiler, GPU, kernels, parameters, data and disk, a line for each.
 
 torch, torchvision and the kernels are imported while they are checked and nowhere else, so that this works where they are broken;
-other packages are looked up.
+other packages are looked up by their metadata.
 """
 
-import importlib
+import importlib.util
 import os
 import platform
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .core.config import load_section, section_keys
-from .core.errors import UserError
-from .core.packages import INSTALL, REINSTALL, Line, check_floors, check_kernels, check_lock, check_mmseg, version
+from .core.config import active_profile, load_section, section_keys
+from .core.errors import INSTALL, UserError
 from .core.paths import Paths
-from .core.profiles import active_profile
+from .core.record import installed_version
 from .core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
 from .data.kinds import KINDS, PrepareData
 
 WORK_GB = 5  # with less, a run's checkpoints, snapshots and DVC cache do not fit; `repro plan` has the exact number
 SHM = "/dev/shm"
+REINSTALL = "python -m pip install --no-deps -e ."
+# (ok, note, warning or error; the subject; what was found, with the fix if something is wrong)
+Line = tuple[str, str, str]
+# what `repro segment` needs: the maintained continuation of OpenMMLab's packages, with the same import names
+MMSEG = {"onedl-mmsegmentation": "1.4.2", "onedl-mmcv": "2.3.6", "onedl-mmengine": "0.10.12"}
+# distributions whose import names these have, too, and which therefore collide with them
+MMSEG_CLASHES = ("mmsegmentation", "mmcv", "mmcv-full", "mmcv-lite", "mmengine", "mmengine-lite")
 
 
 def examine(paths: Paths) -> dict[str, list[Line]]:
@@ -32,16 +39,15 @@ def examine(paths: Paths) -> dict[str, list[Line]]:
     except UserError as error:
         runtime, problem = Runtime(data_roots={}), str(error)
     gpus = gpu_names()
-    sections: dict[str, Callable[[], Iterable[Line]]] = {
-        "machine": lambda: check_machine(gpus),
-        "packages": lambda: [*check_floors(paths.root / "pyproject.toml"), *check_lock(paths.root / "requirements.lock")],
-        "name clashes": lambda: check_names(paths),
-        "PyTorch and TTT-Linear": lambda: check_torch(runtime, gpus),
-        "segmentation": check_mmseg,
-        "parameters and data": lambda: check_parameters(paths, runtime, problem),
-        "disk and shared memory": lambda: check_space(paths, runtime),
+    return {
+        "machine": list(check_machine(gpus)),
+        "packages": [*check_floors(paths.root / "pyproject.toml"), *check_lock(paths.root / "requirements.lock")],
+        "name clashes": list(check_names(paths)),
+        "PyTorch and TTT-Linear": list(check_torch(runtime, gpus)),
+        "segmentation": list(check_mmseg()),
+        "parameters and data": list(check_parameters(paths, runtime, problem)),
+        "disk and shared memory": list(check_space(paths, runtime)),
     }
-    return {title: list(find_lines()) for title, find_lines in sections.items()}
 
 
 def check_machine(gpus: list[str]) -> Iterator[Line]:
@@ -63,9 +69,75 @@ def check_machine(gpus: list[str]) -> Iterator[Line]:
         yield "ok", "C compiler", chosen
 
 
+def check_floors(project: Path) -> Iterator[Line]:
+    """A line for Python if it is too old, and for each dependency of a pyproject.toml, of extras only if they are installed."""
+    from packaging.requirements import Requirement
+
+    if not project.is_file():
+        yield "note", project.name, "not in this folder; lowest versions are not checked"
+        return
+    about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    python, found = Requirement(f"python{about['requires-python']}"), platform.python_version()
+    if not python.specifier.contains(found, prereleases=True):
+        yield "error", "Python", f"{found}, {python.specifier} is needed: make a virtual environment with a newer Python"
+    extras = [text for texts in about.get("optional-dependencies", {}).values() for text in texts]
+    for text in dict.fromkeys([*about["dependencies"], *extras]):
+        wanted, optional = Requirement(text), text not in about["dependencies"]
+        found = installed_version(wanted.name)
+        if (wanted.marker and not wanted.marker.evaluate()) or (optional and found is None):
+            continue
+        if found is not None and wanted.specifier.contains(found, prereleases=True):
+            yield "ok", wanted.name, found + (f" ({wanted.specifier})" if wanted.specifier else "")
+            continue
+        fix = f"python -m pip install '{wanted.name}{wanted.specifier}'" if optional else INSTALL
+        yield "error", wanted.name, f"{found or 'not installed'}, {wanted.specifier or 'any version'} is needed: {fix}"
+
+
+def check_lock(lock: Path) -> Iterator[Line]:
+    """A warning that lists the versions which differ from the pins of a lock file, and one for packages that are missing."""
+    from packaging.requirements import Requirement
+
+    if not lock.is_file():
+        yield "note", lock.name, "not in this folder; versions are not compared"
+        return
+    pins = [Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+    pairs = [(pin.name, str(pin.specifier).removeprefix("=="), installed_version(pin.name)) for pin in pins]
+    # the build's tag does not count: 2.14.1+cu130 is 2.14.1
+    differ = [f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin]
+    absent = [name for name, _, found in pairs if found is None]
+    for what, names in (("differ", differ), ("are not installed", absent)):
+        if names:
+            yield "warning", lock.name, f"{len(names)} of {len(pins)} packages {what}: {', '.join(names)}: {INSTALL}"
+    if not differ and not absent:
+        yield "ok", lock.name, f"all {len(pins)} versions are those with which the tests ran"
+
+
+def check_mmseg() -> Iterator[Line]:
+    """The three packages of `repro segment`, and other distributions that write into the same import names."""
+    for name, pin in MMSEG.items():
+        found = installed_version(name)
+        problem = f"{found or 'not installed'}, repro segment is tested with {pin}: {INSTALL}"
+        yield ("ok" if found == pin else "warning"), name, (pin if found == pin else problem)
+    for name in MMSEG_CLASHES:
+        ours = f"onedl-{name.partition('-')[0]}"
+        if other := installed_version(name):  # removing it also removes files of ours in the same folder
+            fix = f"python -m pip uninstall {name}, then python -m pip install --force-reinstall --no-deps {ours}=={MMSEG[ours]}"
+            yield "error", name, f"{other} has the import name of {ours}, and one overwrites the other: {fix}"
+
+
 def check_names(paths: Paths) -> Iterator[Line]:
-    """Whether `kernels` and `repro` are the packages of this checkout."""
-    yield from check_kernels()
+    """Whether `import kernels` gives this project's package, not Hugging Face's of that name, and `repro` the one of this checkout."""
+    spec = importlib.util.find_spec("kernels")
+    found, installed = Path(spec.origin).parent if spec and spec.origin else None, installed_version("kernels")
+    if found is None or not (found / "ttt_linear").is_dir():
+        fix = "python -m pip uninstall kernels" if installed else REINSTALL
+        yield "error", "kernels", f"`import kernels` gives {found}, not this project's package: {fix}"
+    elif installed:
+        clash = f"Hugging Face's package kernels {installed} has our package's name, and transformers would import ours"
+        yield "warning", "kernels", f"{clash}: python -m pip uninstall kernels, or give it an environment of its own"
+    else:
+        yield "ok", "kernels", "`import kernels` gives this project's; Hugging Face's package of that name is not installed"
     code = Path(__file__).parent.resolve()
     if code == (paths.root / "repro").resolve():
         yield "ok", "repro", "the code that runs is this folder's"
@@ -89,7 +161,7 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
         mark = "error" if runtime.device == "cuda" else "warning"
         yield mark, "torch", f"sees no CUDA device (runtime.device: {runtime.device}): {fix}"
     try:
-        if version("torchvision"):
+        if installed_version("torchvision"):
             importlib.import_module("torchvision")
     except Exception as error:  # a build for another torch fails in many ways
         yield "error", "torchvision", f"does not fit this torch ({_first_line(error)}): {INSTALL}"
@@ -102,18 +174,12 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
         if device == "cpu" or backend == "triton":
             yield "ok", "TTT-Linear", f"{backend} on {device}{reason}"
         else:
-            fix = INSTALL if version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
+            fix = INSTALL if installed_version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
             yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"
 
 
 def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Iterator[Line]:
-    """Whether params.yaml can be loaded, and whether the data sets that its cells need are in place.
-
-    Args:
-        paths: the checkout.
-        runtime: its `runtime:` section, or the defaults.
-        problem: what is wrong with that section, if anything is.
-    """
+    """Whether params.yaml can be loaded (`problem` is what is wrong with `runtime:`), and the data sets of its cells are in place."""
     try:
         if problem:
             raise UserError(problem)

@@ -18,23 +18,15 @@ from .core.record import write_json
 
 
 def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any) -> list[str]:
-    """The files on which the results of a stage, or of one cell of it, depend, relative to the checkout's root.
+    """The files on which the results of a stage, with the params of its section or of a cell, depend, relative to the checkout's root.
 
     These are the first-party modules that the stage's module and its models' families import, and the files that the stage names.
-
-    Args:
-        paths: the checkout.
-        table: the table of stages.
-        name: the stage's name.
-        params: the stage's section or cell; None for a stage without parameters.
     """
     stage = table[name]
-    models = () if params is None else stage.models(params)
     # a family's module begins the names of its models; timm's own models have none here
-    families = {f"repro.models.{model.partition('_')[0]}" for model in models}
+    families = {f"repro.models.{model.partition('_')[0]}" for model in stage.models(params)}
     files = [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
-    modules = () if params is None else stage.modules(params)
-    return sorted({*import_closure(paths.root, [f"stages.{name}", *families, *modules]), *files})
+    return sorted({*import_closure(paths.root, [f"stages.{name}", *families, *stage.modules(params)]), *files})
 
 
 def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
@@ -102,15 +94,12 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
         elif missing:
             rows.append((name, "missing", ", ".join(missing)))
         elif whys:
+            named = ["its code" if dep.startswith("results/code/") else dep for dep in deps]
             others = [why for why in whys if isinstance(why, str)]
-            rows.append((name, "stale", ", ".join([*map(_name_dependency, deps), *outs, *others])))
+            rows.append((name, "stale", ", ".join([*named, *outs, *others])))
         else:
             rows.append((name, "fresh", ""))
     return rows
-
-
-def _name_dependency(path: str) -> str:
-    return "its code" if path.startswith("results/code/") else path
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
@@ -125,8 +114,7 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
         params = load_params(paths, table, stage, cell)
     except (UserError, OSError):  # no run can have started with these
         return None
-    shared: dict[str, Any] = {"paths": paths, "runtime": None, "folder": paths.cell(stage, cell)}
-    of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, **shared)
+    of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, paths=paths, runtime=None, folder=paths.cell(stage, cell))
     folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)
 
@@ -134,5 +122,5 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
 def _run_dvc(paths: Paths, *args: str) -> str:
     done = subprocess.run([sys.executable, "-m", "dvc", *args], cwd=paths.root, capture_output=True, text=True)
     if done.returncode:
-        raise RunError(f"dvc {' '.join(args)}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
+        raise RunError(f"dvc {' '.join(args)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
     return done.stdout

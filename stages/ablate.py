@@ -7,11 +7,10 @@ import typer
 from repro.core.errors import UserError
 from repro.tasks.classification.spec import SPEC
 
-from . import CellOption, GpusOption, Stage
+from . import CellOption, GpusOption
+from .pretrain import STAGE
 
-STAGE = Stage(
-    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_classification"
-)
+__all__ = ["STAGE", "command"]
 
 
 def command(

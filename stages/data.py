@@ -15,11 +15,6 @@ app = typer.Typer(help="Check data sets before a run.", no_args_is_help=True)
 STAGE = Stage(purpose="check")
 
 
-@app.callback()
-def group() -> None:
-    """Check data sets before a run."""
-
-
 @app.command()
 def check(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],

@@ -58,12 +58,9 @@ def command(
         "runs": runs,
     }
     options = {name: value for name, value in given.items() if value is not None}
+    from repro.benchmark.efficiency import run_grid, run_sweep
+
     if not options and device is None:
-        params = load_section(EfficiencyParams, paths.params, "efficiency")
-        from repro.benchmark.efficiency import run_grid
-
-        run_grid(params, paths, runtime)
+        run_grid(load_section(EfficiencyParams, paths.params, "efficiency"), paths, runtime)
     else:
-        from repro.benchmark.efficiency import run_sweep
-
         run_sweep(SweepParams(**options), paths, dataclasses.replace(runtime, device=device or runtime.device))

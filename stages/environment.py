@@ -1,11 +1,11 @@
 """Stage environment: what machine and which versions this is, so that DVC never restores another machine's benchmark.
 
-It always runs, is never slow, and writes nothing that changes from run to run: no date, no host name, no commit. That is why the
+It always runs, takes under a second, does not import torch, and writes nothing that changes from run to run: no date, no host name, no commit. That is why the
 record is written here and not by `record.write_record`, whose identity has the commit and the hash of the code: with these, every
 edit would make every benchmark stale.
 """
 
-from repro.core.paths import Paths, find_root
+from repro.core.paths import find_root
 from repro.core.record import versions, write_json
 from repro.core.runtime import describe_machine
 
@@ -16,9 +16,5 @@ STAGE = Stage()
 
 def command() -> None:
     """Record the machine and its versions, on which benchmark numbers depend."""
-    run(find_root())
-
-
-def run(paths: Paths) -> None:
-    """Write `results/environment/metrics.json`, in under a second and without importing torch; see `describe_machine`."""
-    write_json(paths.results / "environment" / "metrics.json", {"metrics": describe_machine(), "identity": {"versions": versions()}})
+    record = {"metrics": describe_machine(), "identity": {"versions": versions()}}
+    write_json(find_root().results / "environment" / "metrics.json", record)

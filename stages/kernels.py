@@ -19,7 +19,6 @@ from . import Stage
 
 app = typer.Typer(help="Prove and measure the Triton kernels.", no_args_is_help=True)
 DOCS, BENCH_BLOCK, RESOURCES_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources"
-NO_GPU = "not measured yet (`repro kernels bench`, on a GPU)"
 
 STAGE = Stage(purpose="prove")
 

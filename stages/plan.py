@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from repro.core.config import active_profile, find_profile
 from repro.core.errors import UserError
 from repro.core.paths import find_root
-from repro.core.profiles import active_profile, find_profile
 from repro.core.ui import print_table
 
 from . import Stage, load_stages
@@ -25,8 +25,7 @@ def command(
     gpus: Annotated[int, typer.Option(help="How many GPUs share the work.")] = 1,
 ) -> None:
     """Show what would run, for which table or figure, with its GPU-hours and disk space, before anything is started."""
-    from repro.planning.planner import plan_costs
-    from repro.planning.rates import Rates, parse_rates
+    from repro.planning.planner import Rates, parse_rates, plan_costs
 
     if gpus < 1:
         raise UserError(f"plan: --gpus {gpus}: expected 1 or more")

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from repro.core.config import load_section, section_keys
-from repro.core.paths import Paths, find_root
-from repro.core.runtime import Runtime, load_runtime
+from repro.core.paths import find_root
+from repro.core.runtime import load_runtime
 from repro.data.kinds import KINDS, PrepareData
 
 from . import Stage
@@ -18,14 +18,9 @@ def command(
     cell: Annotated[str | None, typer.Option(help="One cell of the `prepare_data:` section; all of them without it.")] = None,
 ) -> None:
     """Check a data set, or write an embedded one, and record its manifest."""
+    from repro.data.prepare import prepare
+
     paths = find_root()
     runtime = load_runtime(paths)
     for name in [cell] if cell else section_keys(paths.params, "prepare_data"):
-        run(load_section(PrepareData, paths.params, "prepare_data", name), paths, runtime, name)
-
-
-def run(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
-    """Write the records of a cell into `results/prepare_data/<cell>`; see `repro.data.prepare`."""
-    from repro.data.prepare import prepare
-
-    prepare(params, paths, runtime, cell)
+        prepare(load_section(PrepareData, paths.params, "prepare_data", name), paths, runtime, name)

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from repro.core.config import active_profile, find_profile, list_profiles
 from repro.core.errors import UserError
 from repro.core.paths import find_root
-from repro.core.profiles import active_profile, find_profile, list_profiles
 from repro.core.record import write_text
 
 from . import Stage

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from repro.core.config import load_section, load_yaml
+from repro.core.config import active_profile, load_section, load_yaml
 from repro.core.paths import Paths, find_root
-from repro.core.profiles import active_profile
 from repro.papers import find_rooms, load_papers
 
 from . import PURPOSES, Stage, load_module, load_stages, stage_names, verb_of
@@ -16,18 +15,13 @@ from . import PURPOSES, Stage, load_module, load_stages, stage_names, verb_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportParams:
-    """The `report:` section.
-
-    Args:
-        speed_dtype: precision of the rows that are compared with the paper's speed and memory; the paper does not name its own.
-    """
+    """The `report:` section: the precision of rows that are compared with the paper's speed and memory; the paper does not name its own."""
 
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
 
-STAGE = Stage(
-    params=ReportParams, modules=lambda params: find_rooms(), files=("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")
-)  # it lists the verbs and their scores
+_FILES = ("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")  # it lists the verbs and their scores
+STAGE = Stage(params=ReportParams, modules=lambda params: find_rooms(), files=_FILES)
 
 
 def command(html: Annotated[bool, typer.Option("--html/--no-html", help="Also write report.html, one page for a browser.")] = True) -> None:

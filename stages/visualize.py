@@ -7,9 +7,8 @@ from repro.inference.params import VisualizeParams
 
 from . import Stage, list_families
 
-STAGE = Stage(  # the weights files name their models
-    params=VisualizeParams, modules=lambda params: list_families(), cost="repro.planning.costs:charge_unknown"
-)
+# the weights files name their models
+STAGE = Stage(params=VisualizeParams, modules=lambda params: list_families(), cost="repro.planning.planner:charge_unknown")
 
 
 def command() -> None:

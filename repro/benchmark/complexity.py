@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.csvfile import write_csv
-from ..core.errors import UserError
+from ..core.errors import UserError, blame
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.ui import track
-from ..measure.adapted import AdaptedCost, adapted_cost
-from ..measure.flops import Cost, cost, saved_percent
+from ..measure.adapted import adapted_cost
+from ..measure.flops import Cost, cost
 from ..measure.speed import row_id
 from .params import ADAPTER, ComplexityParams, SizePair
 
@@ -49,12 +49,8 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
 
 def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
     """Count one row of `ComplexityParams.rows`; raises a UserError that names a row that cannot be counted."""
-    try:
-        if model == ADAPTER:
-            return adapted_cost(options["backbone"], image_size)
-        return cost(model, options, image_size)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"complexity: {row_id(model, options, image_size)}: {error}") from None
+    with blame(f"complexity: {row_id(model, options, image_size)}", TypeError, ValueError, AssertionError):
+        return adapted_cost(options["backbone"], image_size) if model == ADAPTER else cost(model, options, image_size)
 
 
 def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
@@ -64,30 +60,21 @@ def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dic
         ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
         if "dwconv" not in ours.param_terms:
             raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
-        saved[size] = saved_percent(ours.macs, baseline.macs)
+        saved[size] = 100 * (1 - ours.macs / baseline.macs)
         dwconv[size] = ours.param_terms["dwconv"] / 1e6
     return saved, dwconv
 
 
 def _make_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost) -> dict[str, Any]:
-    row = {
-        "model": model,
-        "options": dict(options),
-        "image_size": list(image_size),
-        "num_params": counted.num_params,
-        "params_m": round(counted.num_params / 1e6, 3),
-        "macs_g": counted.macs_g,
-        "method": counted.method,
-    }
-    if isinstance(counted, AdaptedCost):
+    row = {"model": model, "options": dict(options), "image_size": list(image_size), "num_params": counted.num_params}
+    row |= {"params_m": round(counted.num_params / 1e6, 3), "macs_g": counted.macs_g, "method": counted.method}
+    if counted.paper_terms:
         row["macs_g_paper_convention"] = counted.macs_g_paper_convention
     return row
 
 
 def _list_terms(name: str, counted: Cost) -> list[dict[str, Any]]:
-    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms}
-    if isinstance(counted, AdaptedCost):
-        kinds["macs_paper_convention"] = counted.paper_terms
+    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms, "macs_paper_convention": counted.paper_terms}
     return [
         {"row": name, "kind": kind, "term": term, "value": value} for kind, terms in kinds.items() for term, value in terms.items() if value
     ]

@@ -1,6 +1,6 @@
 """The records of speed and memory: the fixed grid of the stage `efficiency`, and sweeps by the command line."""
 
-import dataclasses
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ import torch
 
 from kernels import selected_backend
 
-from ..core.errors import Interrupted, RunError, UserError
+from ..core.errors import Interrupted, RunError, UserError, blame
 from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
 from ..measure.conclude import compare_at, conclude
-from ..measure.op_rate import kept_for_backward, op_rate
+from ..measure.op_rate import OP_SIZES, kept_for_backward, op_rate
 from ..measure.sweep import SIZES, family_rows, group_rows
-from .loop import measure_gates, measure_pairs, measure_rows
+from .loop import COLUMNS, ROW_KEYS, RowStore, measure_gates, measure_pairs, measure_rows, require_keys, write_rows
 from .params import EfficiencyParams, OpParams, SweepParams
-from .store import COLUMNS, ROW_KEYS, RowStore, require_keys, write_rows
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
 _SWEEP_KEYS = ("run", "code_hash", "torch_version")  # by which a sweep finds a row again; the grid's identity says the same
+_ORDER = ("run", "mode", "compile", "dtype", "batch_size", "image_size", "row")  # by which a sweep sorts its rows
 GRID_COLUMNS = tuple(name for name in COLUMNS if name not in ("mode", "compile", "attention_kernel", "num_params", "run"))
 
 
@@ -40,10 +40,8 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     """
     started = time.monotonic()
     device, label = _open_device(runtime)
-    try:
+    with blame("efficiency", ValueError):
         backend = selected_backend(params.backend, device, dtype=torch_dtype(params.dtype))
-    except ValueError as error:
-        raise UserError(f"efficiency: {error}") from None
     store = RowStore(paths.root, label)
     measure_rows(params.specs(device.type, runtime.threads), store, keep_failures=False)
     op = _measure_op(params.op, device=device.type, dtype=params.dtype, backend=params.backend)
@@ -78,7 +76,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> None:
     gates, left_out = before["gates"], {}
 
     def save(store: RowStore) -> None:
-        rows = sorted(store.rows, key=_order_of)
+        rows = sorted(store.rows, key=lambda row: [row[name] for name in _ORDER])
         missing = [{"image_size": side, "expected_s": seconds} for side, seconds in left_out.items()]
         metrics = {"rows": rows, "left_out": missing, "gates": gates, **conclude(rows, gates)}
         backends = ", ".join(sorted({row["backend"] for row in rows if row["status"] == "ok"})) or "none"
@@ -88,7 +86,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> None:
 
     store = RowStore(paths.root, label, before["rows"], save)
     specs, runs = params.specs(device.type, runtime.threads), range(1, params.runs + 1)
-    budget_s = None if params.minutes is None else 60 * params.minutes / params.runs
+    budget_s = math.inf if params.minutes is None else 60 * params.minutes / params.runs
     try:
         new = [spec for spec in specs if any(store.find_reusable_row(spec, run) is None for run in runs)]
         families = {spec.model.split("_")[0] for spec in new}
@@ -119,10 +117,9 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
 
 
 def _measure_op(params: OpParams, *, device: str, dtype: str, backend: str) -> dict[str, Any]:
-    sizes = dataclasses.asdict(params)
-    op = op_rate(**sizes, device=device, dtype=dtype, backend=backend)
-    kept_sizes = {name: sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size")}
-    op |= kept_for_backward(batch_size=1, **kept_sizes, device=device, backend=backend)
+    sizes = {name: getattr(params, name) for name in OP_SIZES}
+    op = op_rate(sizes, repeats=params.repeats, device=device, dtype=dtype, backend=backend)
+    op |= kept_for_backward(sizes, device=device, backend=backend)
     share_percent = 100 * op["share_of_matmul_rate"]
     print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {share_percent:.1f} % of the matrix-product rate")
     return op
@@ -141,11 +138,6 @@ def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: metrics[name] for name in ("rows", "gates")}
 
 
-def _order_of(row: Mapping[str, Any]) -> tuple:
-    """The key by which a sweep sorts the rows of its record."""
-    return tuple(row[name] for name in ("run", "mode", "compile", "dtype", "batch_size", "image_size", "row"))
-
-
 def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
     """Draw Fig. 6 and the panels of Fig. 1 for each size of each batch size, dtype, mode and compilation that was measured."""
     from ..core.figures import LABELS, against_resolution, at_largest
@@ -161,9 +153,7 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
             about = f"{label}, batch {batch_size}, {dtype}, {mode}{', compiled' if compiled else ''}"
             name = f"{size}_batch{batch_size}_{dtype}_{mode}{'_compiled' if compiled else ''}"
             against_resolution(folder / f"fig6_{name}", series, f"size {size}: {about}")
-            bars: dict[str, dict[str, float]] = {}
-            for key in LABELS:
-                found = [(family, row[key]) for family, own in series.items() for row in own if row["image_size"][0] == largest]
-                if values := {family: value for family, value in found if value is not None}:
-                    bars[key] = values
+            at_size = {family: row for family, own in series.items() for row in own if row["image_size"][0] == largest}
+            bars = {key: {family: row[key] for family, row in at_size.items() if row[key] is not None} for key in LABELS}
+            bars = {key: values for key, values in bars.items() if values}
             at_largest(folder / f"fig1_{name}", bars, f"size {size} at {largest}²: {about}")

@@ -1,20 +1,92 @@
-"""The one loop that measures rows: in order, within a time limit, reusing the rows that a store holds."""
+"""The one loop that measures rows: in order, within a time limit, reusing the rows that a store holds; and their table."""
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ..core.errors import RunError, UserError
+from ..core.csvfile import write_csv
+from ..core.errors import RunError, UserError, blame
+from ..core.hashing import hash_code
+from ..core.record import installed_version
 from ..measure.flops import cost
 from ..measure.op_rate import OPERATORS, measure_gate
 from ..measure.speed import RowSpec, measure, unmeasured_row
-from ..measure.sweep import RowSchedule
-from .store import RowStore
+from ..measure.sweep import GROUP_KEYS, RowSchedule, row_key
+from ..models.registry import family_module
+
+COLUMNS = tuple(
+    "row model attention image_size batch_size dtype mode compile device backend attention_kernel status throughput_img_per_s "
+    "latency_ms latency_ms_low latency_ms_high peak_memory_mib num_params macs_g run".split()
+)
+
+# the keys of a stored row by which it is found and sorted
+ROW_KEYS = ("row", "model", "options", "attention", "image_size", *GROUP_KEYS, "device", "run", "code_hash", "torch_version")
+
+
+class RowStore:
+    """The measured rows of the device of a label; the sources in the checkout at `root` determine which of them are still valid.
+
+    Args:
+        rows: those of earlier calls, as `add` completes them.
+        save: called with the store after every change.
+    """
+
+    def __init__(
+        self, root: Path, device: str, rows: Sequence[Mapping[str, Any]] = (), save: Callable[["RowStore"], None] = lambda store: None
+    ):
+        self.rows, self._root, self._device, self._save = list(rows), root, device, save
+        self._torch_version = installed_version("torch")
+        self._code_hashes: dict[str, str] = {}
+
+    def find_reusable_row(self, spec: RowSpec, run: int) -> dict[str, Any] | None:
+        """The row that measured the same in the same run, on this device, with the same code and the same PyTorch; None without one."""
+        key = row_key(vars(spec))
+        same = (row for row in self.rows if row_key(row) == key and (row["run"], row["device"]) == (run, self._device))
+        valid = (row for row in same if (row["code_hash"], row["torch_version"]) == (self._hash_code(spec.model), self._torch_version))
+        return next(valid, None)
+
+    def add(self, spec: RowSpec, row: Mapping[str, Any], run: int) -> None:
+        """Put a row of `measure` in place of an older one that measured the same in the same run, and save.
+
+        The row gets `row`, its name; `device`, the label; and `run`, `code_hash` and `torch_version`, by which it is found again.
+        """
+        provenance = {"run": run, "code_hash": self._hash_code(spec.model), "torch_version": self._torch_version}
+        new = {"row": spec.row_id, **row, "device": self._device, **provenance}
+        self.rows = [*(old for old in self.rows if (row_key(old), old["run"]) != (row_key(new), run)), new]
+        self._save(self)
+
+    def _hash_code(self, model: str) -> str:
+        """The hash of the sources on which a row of this model depends."""
+        module = family_module(model)
+        if module not in self._code_hashes:
+            # families are found by lying in repro.models, where no import names them; only a model's own family shapes its rows
+            own = [module] if module.startswith("repro.") else []
+            self._code_hashes[module] = hash_code(self._root, ["repro.measure.speed", *own])
+        return self._code_hashes[module]
+
+
+def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:
+    """Refuse items that another version wrote: raise a UserError that names the first key that an item lacks."""
+    for number, item in enumerate(items):
+        for key in keys:
+            if not isinstance(item, Mapping) or key not in item:
+                raise UserError(f"{where}[{number}].{key}: missing; another version wrote this file, move it away")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
+    """Write rows as CSV, one line each; `image_size` is the height there."""
+    table = []
+    for row in rows:
+        low, high = row["latency_ms_ci95"] or (None, None)
+        table.append({**row, "image_size": row["image_size"][0], "latency_ms_low": low, "latency_ms_high": high})
+    write_csv(path, table, columns)
 
 
 def measure_rows(
-    specs: Sequence[RowSpec], store: RowStore, *, run: int = 1, budget_s: float | None = None, keep_failures: bool = True
+    specs: Sequence[RowSpec], store: RowStore, *, run: int = 1, budget_s: float = math.inf, keep_failures: bool = True
 ) -> dict[int, float]:
     """Measure every row that the store does not hold, and print a line for each.
 
@@ -22,7 +94,7 @@ def measure_rows(
         specs: the rows, those of one image size next to each other.
         store: gets each row as soon as it is measured.
         run: the number of this measurement of the rows, from 1 on.
-        budget_s: wall-clock seconds; image sizes that do not fit are left out. None for no limit.
+        budget_s: wall-clock seconds; image sizes that do not fit are left out.
         keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
 
     Returns:
@@ -32,7 +104,8 @@ def measure_rows(
         UserError: a model cannot be built at its image size; this is found before anything is measured.
         RunError: a measuring process broke, and failures are not kept.
     """
-    macs_g = _count_macs(specs)
+    with blame("efficiency", ValueError):
+        macs_g = {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
     found = [(spec, store.find_reusable_row(spec, run)) for spec in specs]
     todo = [spec for spec, row in found if row is None]
     if len(todo) < len(specs):
@@ -71,11 +144,7 @@ def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) ->
 
 
 def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, device: str) -> list[dict[str, Any]]:
-    """Measure, for each of the families with an operator of this project's, whether that is fast enough for a fair comparison.
-
-    Returns:
-        A list of `repro.measure.op_rate.measure_gate`.
-    """
+    """`repro.measure.op_rate.measure_gate` of each of the families with an operator of this project's, and a line for each."""
     gates = []
     for family in sorted(OPERATORS.keys() & set(families)):
         gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))
@@ -97,13 +166,6 @@ def format_remaining(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f", at most {seconds / 60:.0f} min left" if seconds >= 60 else f", {seconds:.0f} s left"
-
-
-def _count_macs(specs: Sequence[RowSpec]) -> dict[str, float]:
-    try:
-        return {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
-    except ValueError as error:
-        raise UserError(f"efficiency: {error}") from None
 
 
 def _measure(spec: RowSpec, keep_failures: bool) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from typing import Any, Literal, Self
 from ..core.config import bounded
 from ..core.errors import UserError, did_you_mean
 from ..measure.speed import RowSpec
-from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, specs_of
+from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
 
 ADAPTER = "vit_adapter"  # stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
-CountedRow = tuple[str, dict[str, str | int], tuple[int, int]]  # model, options, (H, W)
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
 
@@ -26,13 +25,7 @@ class SizePair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows to count: every model at every image size with every combination of the varied options.
-
-    Args:
-        models: registered names.
-        image_sizes: sides of square images in pixels.
-        vary: option name -> values, e.g. of design, pool, chunk_size, w0.
-    """
+    """Rows to count: every model at every side of a square image in pixels with every combination of the options that `vary`."""
 
     models: tuple[str, ...]
     image_sizes: tuple[int, ...] = bounded(ge=1)
@@ -57,19 +50,13 @@ class AdapterRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComplexityParams:
-    """The `complexity:` section.
-
-    Args:
-        sizes: letter of a size (T, S, B) -> the two models whose multiply-adds are compared at 1280 x 1280.
-        groups: the rows.
-        adapters: the rows of backbones with an adapter.
-    """
+    """The `complexity:` section: rows, and letter of a size (T, S, B) -> two models whose multiply-adds are compared at 1280 x 1280."""
 
     sizes: dict[str, SizePair]
     groups: tuple[RowGroup, ...]
     adapters: AdapterRows = AdapterRows()
 
-    def rows(self) -> Iterator[CountedRow]:
+    def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
         """Yield model, options and (H, W) of every row; a row may come twice."""
         for group in self.groups:
             for model, side, *values in itertools.product(group.models, group.image_sizes, *group.vary.values()):
@@ -80,13 +67,7 @@ class ComplexityParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpParams:
-    """Sizes of `ttt_linear_bidir` and of the square matrix product with which its rate is compared.
-
-    Args:
-        batch_size, tokens, heads, head_dim, chunk_size: of the operator.
-        matmul_side: n of the n x n x n product.
-        repeats: timed turns; 6 are the fewest that give an interval.
-    """
+    """What `repro.measure.op_rate.op_rate` takes; 6 turns are the fewest that give an interval."""
 
     batch_size: int = bounded(1, ge=1)
     tokens: int = bounded(ge=1)
@@ -105,12 +86,7 @@ class EfficiencyParams:
         sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused attention.
         others: further models, measured beside them.
         image_sizes: sides of square images in pixels.
-        batch_size: images per step.
-        dtype: weights and inputs are cast to it.
-        backend: implementation of TTT-Linear.
-        steps: timed steps per row; cut to three when the median step takes longer than 2 s.
-        warmup: steps before them.
-        budget_s: wall-clock limit of a row; a row that exceeds it is recorded as `timeout`.
+        batch_size, dtype, backend, steps, warmup, budget_s: of every row, see `repro.measure.speed.RowSpec`.
         op: the row of the operator alone.
     """
 
@@ -133,12 +109,7 @@ class EfficiencyParams:
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
         """The rows, one image size after the other: rows that are compared run close in time, and drift affects them alike."""
-        copied = ("batch_size", "dtype", "backend", "steps", "warmup", "budget_s")
-        shared = {name: getattr(self, name) for name in copied} | {"device": device_type, "threads": threads}
-        return [
-            RowSpec(model=model, attention=attention, image_size=(side, side), **shared)
-            for side, (model, attention) in itertools.product(self.image_sizes, self.models)
-        ]
+        return _make_specs(self, self.models, self.image_sizes, device_type, threads)
 
 
 # the options of a sweep that depend on the device
@@ -154,9 +125,7 @@ class SweepParams:
         image_sizes: sides of square images in pixels.
         families: of `repro.measure.sweep.FAMILIES`.
         sizes: of T, S, B.
-        batch_size: images per step; never changed silently.
-        dtype: weights and inputs are cast to it.
-        mode, compile, steps, warmup, budget_s: see `repro.measure.speed.RowSpec`.
+        batch_size, dtype, mode, compile, steps, warmup, budget_s: of every row, see `repro.measure.speed.RowSpec`.
         minutes: time for all rows; rows that do not fit are left out and listed.
         runs: how often each row is measured, each time in a process of its own.
     """
@@ -180,18 +149,23 @@ class SweepParams:
         return dataclasses.replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, the most important image sizes first; needs `with_defaults`."""
-        copied = ("batch_size", "dtype", "mode", "compile", "steps", "warmup", "budget_s")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in copied}
-        return specs_of(self.families, self.sizes or (), self.image_sizes, device=device_type, threads=threads, **shared)
+        """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
+        models = [(FAMILIES[family][0].format(SIZES[size]), FAMILIES[family][1]) for size in self.sizes or () for family in self.families]
+        return _make_specs(self, models, order_by_importance(self.image_sizes), device_type, threads)
+
+
+def _make_specs(params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None) -> list[RowSpec]:
+    """A row for each image size and (model, attention), with all that the params of the grid or sweep say of a row."""
+    shared = {field.name: getattr(params, field.name) for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)}
+    return [
+        RowSpec(**shared, model=model, attention=attention, image_size=(side, side), device=device_type, threads=threads)
+        for side, (model, attention) in itertools.product(image_sizes, models)
+    ]
 
 
 def parse_image_sizes(text: str) -> tuple[int, ...]:
-    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224,512`, or several of
-    these separated by commas.
-
-    Raises:
-        UserError: not such a text, or a size that is not a multiple of the patch.
+    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224`, or several of
+    these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
     """
     found: set[int] = set()
     for part in map(str.strip, text.split(",")):
@@ -217,11 +191,7 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Read names separated by commas, each of them one of `known`, and return them in the order of `known`.
-
-    Raises:
-        UserError: an unknown name; the message begins with the option.
-    """
+    """Read names separated by commas, and return them in the order of `known`; a UserError names the option of an unknown one."""
     known, given = tuple(known), [name.strip() for name in text.split(",")]
     for name in given:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly.
+"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly; and the profiles, sets of parameters.
 
 A stage owns its dataclass and receives only its own section, so the `params:` list in dvc.yaml is true by construction.
 Unknown keys, wrong types and values out of range are a `UserError` that names the key path, the value and what is allowed.
@@ -7,6 +7,7 @@ Unknown keys, wrong types and values out of range are a `UserError` that names t
 import dataclasses
 import json
 import math
+import operator
 import re
 import types
 import typing
@@ -16,8 +17,9 @@ from typing import Any, Literal
 
 import yaml
 
-from .errors import UserError, did_you_mean
+from .errors import UserError, blame, did_you_mean
 from .hashing import short_hash
+from .paths import Paths
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,20 +37,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le)}
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
 def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """A dataclass field whose number must lie in a range; `None` values of optional fields are exempt.
-
-    Args:
-        default: the field's default; required when left out.
-        ge, gt, le: inclusive lower, exclusive lower and inclusive upper bound.
-    """
-    metadata = {"ge": ge, "gt": gt, "le": le}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    """A dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt. Without a default, it is required."""
+    return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
 def load_yaml(path: Path) -> Any:
@@ -65,13 +60,9 @@ def load_yaml(path: Path) -> Any:
 
 
 def build(cls: type, data: Any, where: str) -> Any:
-    """Build the dataclass `cls` from parsed YAML, strictly.
+    """Build a frozen keyword-only dataclass from parsed YAML, strictly; `where` is its key path for messages.
 
-    Args:
-        cls: a frozen keyword-only dataclass; field types may be bool, int, float, str, Literal, Optional, tuple[X, ...],
-            dict[str, X] or another such dataclass.
-        data: the parsed YAML.
-        where: key path for messages, e.g. `pretrain.vittt_nano_digits`.
+    Field types may be bool, int, float, str, Literal, Optional, tuple[X, ...], dict[str, X] or another such dataclass.
 
     Raises:
         UserError: unknown or missing key, wrong type, value out of range; or what the class's own `__post_init__` refuses.
@@ -91,22 +82,18 @@ def build(cls: type, data: Any, where: str) -> Any:
             _check_range(field.metadata, values[name], key_path)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{key_path}: missing, a value is required")
-    try:
+    with blame(where, ValueError):
         return cls(**values)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
     """The section `keys` of a params file as an instance of `cls`; see `build`."""
     data = load_yaml(params_path)
-    where = []
-    for key in keys:
-        where.append(key)
-        if not isinstance(data, Mapping) or key not in data:
-            present = data if isinstance(data, Mapping) else {}
-            raise UserError(f"{params_path}: {'.'.join(where)}: no such section{did_you_mean(key, present)}")
-        data = data[key]
+    for depth, key in enumerate(keys, 1):
+        present = data if isinstance(data, Mapping) else {}
+        if key not in present:
+            raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, present)}")
+        data = present[key]
     return build(cls, data, ".".join(keys))
 
 
@@ -119,10 +106,32 @@ def section_keys(params_path: Path, section: str) -> list[str]:
     return [str(name) for name in cells]
 
 
+def list_profiles(paths: Paths) -> list[str]:
+    """The names of the profiles, in alphabetical order."""
+    return sorted(path.stem for path in paths.profiles.glob("*.yaml"))
+
+
+def find_profile(paths: Paths, name: str) -> Path:
+    """The file of a profile; raises a UserError for an unknown name."""
+    known = list_profiles(paths)
+    if name not in known:
+        raise UserError(f"profile {name}: no such profile{did_you_mean(name, known)}")
+    return paths.profiles / f"{name}.yaml"
+
+
+def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
+    """The profile whose values params.yaml holds `besides` some sections, whatever its order; None where the values were edited."""
+
+    def read_values(file: Path) -> dict[str, Any]:
+        return {section: content for section, content in load_yaml(file).items() if section not in besides}
+
+    current = read_values(paths.params)
+    return next((name for name in list_profiles(paths) if read_values(find_profile(paths, name)) == current), None)
+
+
 def params_hash(config: Any) -> str:
     """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True, default=str)
-    return short_hash(text)
+    return short_hash(json.dumps(dataclasses.asdict(config), sort_keys=True, default=str))
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -159,17 +168,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     raise UserError(f"{where}: expected {hint.__name__}, got {_show(value)}")
 
 
-def _check_range(metadata: Mapping, value: Any, where: str) -> None:
-    if value is None or not metadata:
+def _check_range(bounds: Mapping[str, float | None], value: Any, where: str) -> None:
+    if value is None:
         return
     for item in value if isinstance(value, tuple) else (value,):
-        for name, sign, holds in (
-            ("ge", ">=", lambda v, bound: v >= bound),
-            ("gt", ">", lambda v, bound: v > bound),
-            ("le", "<=", lambda v, bound: v <= bound),
-        ):
-            bound = metadata.get(name)
-            # `not holds` and no inverted comparison, so that NaN is refused too
+        for name, bound in bounds.items():
+            sign, holds = _BOUNDS[name]
             if bound is not None and not holds(item, bound):
                 raise UserError(f"{where}: {item} is out of range, must be {sign} {bound}")
 

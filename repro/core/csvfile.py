@@ -11,10 +11,7 @@ from .record import write_text
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
     """Write rows as CSV atomically, floats at full precision; a key that a row lacks, and None, are empty cells.
 
-    Args:
-        path: the file.
-        rows: column -> value; other columns than the named ones are left out.
-        columns: in this order; those of the rows, as they come, if None.
+    Only `columns` are written, in their order; those of the rows, as they come, if None.
     """
     import pandas as pd
 

@@ -1,9 +1,11 @@
 """Errors that end a command with one line and a documented exit code."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 MOST_LISTED = 40
+INSTALL = "python -m pip install --no-deps -r requirements.lock"  # the fix where a package is missing or too old
 
 
 class UserError(Exception):
@@ -19,16 +21,20 @@ class RunError(Exception):
 
 
 class Interrupted(Exception):
-    """A signal ended the run after its state was saved. Exit code 128 + signal number.
-
-    Args:
-        signum: the signal's number (2 for SIGINT, 15 for SIGTERM).
-        where: what was saved, for the message.
-    """
+    """A signal ended the run after its state was saved; `where` says what. Exit code 128 + signal number."""
 
     def __init__(self, signum: int, where: str):
         super().__init__(f"stopped by signal {signum}; {where}; the same command continues")
         self.exit_code = 128 + signum
+
+
+@contextlib.contextmanager
+def blame(where: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within the context, an error of one of these kinds is a `UserError` that begins with `where`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:

@@ -26,7 +26,7 @@ _ALL_LABELS = {**LABELS, "latency_ms": "time of a step (ms)"}
 
 def against_resolution(
     path: Path, series: Mapping[str, Sequence[Mapping[str, Any]]], title: str, quantities: Sequence[str] = tuple(LABELS)
-) -> list[Path]:
+) -> None:
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
     A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with what happened.
@@ -34,11 +34,7 @@ def against_resolution(
     Args:
         path: without suffix; `.png` and `.svg` are written.
         series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them.
-        title: above the panels.
         quantities: keys of `LABELS`, or `latency_ms`.
-
-    Returns:
-        The two files.
     """
     figure, axes = new_figure(len(quantities))
     for panel, key in zip(axes, quantities, strict=True):
@@ -58,16 +54,13 @@ def against_resolution(
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
-    return _save(figure, path)
+    _save(figure, path)
 
 
-def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> list[Path]:
+def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> None:
     """Draw one panel for each quantity with one bar for each family, as the panels of Fig. 1 of Vision-TTT.
 
-    Args:
-        path: without suffix; `.png` and `.svg` are written.
-        bars: quantity, a key of `LABELS` -> family -> value.
-        title: above the panels.
+    `bars` is quantity, a key of `LABELS` -> family -> value; the rest is as in `against_resolution`.
     """
     figure, axes = new_figure(len(bars))
     for panel, (key, values) in zip(axes, bars.items(), strict=True):
@@ -80,7 +73,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    return _save(figure, path)
+    _save(figure, path)
 
 
 def new_figure(panels: int) -> tuple[Any, Any]:
@@ -105,21 +98,16 @@ def save_png(figure: Any, path: Path) -> Path:
     return path
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
-    svg = path.with_name(path.name + ".svg")
-    with atomic(svg) as temporary:
+def _save(figure: Any, path: Path) -> None:
+    with atomic(path.with_name(path.name + ".svg")) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
-    return [save_png(figure, path.with_name(path.name + ".png")), svg]
+    save_png(figure, path.with_name(path.name + ".png"))
 
 
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
-
     shown = [size for i, size in enumerate(sizes) if i in (0, len(sizes) - 1) or size == 640 or math.log2(size / 256) % 1 == 0]
-    panel.xaxis.set_major_locator(FixedLocator(shown))
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_xticks(shown, [str(size) for size in shown])
+    panel.set_xticks([], minor=True)
 
 
 def _mark_failures(panel: Any, failed: Sequence[tuple[int, str, str]], edge: float) -> None:

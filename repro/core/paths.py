@@ -9,11 +9,7 @@ from .errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """The folders of one checkout; every path in the project comes from here.
-
-    Args:
-        root: the folder that holds params.yaml and dvc.yaml.
-    """
+    """The folders of one checkout, whose `root` holds params.yaml and dvc.yaml; every path in the project comes from here."""
 
     root: Path
 
@@ -47,11 +43,7 @@ class Paths:
 
 
 def find_root(start: Path | None = None) -> Paths:
-    """The nearest folder at or above `start` (default: the working directory) that holds params.yaml and dvc.yaml.
-
-    Raises:
-        UserError: no such folder exists.
-    """
+    """The nearest folder at or above `start` (default: the working directory) with params.yaml and dvc.yaml, or a UserError."""
     start = (start or Path(os.getcwd())).resolve()
     for folder in (start, *start.parents):
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():

@@ -33,19 +33,13 @@ class Ranks:
         return self.rank == 0
 
     def share(self, total: int, what: str) -> int:
-        """A total divided by the number of processes.
-
-        Raises:
-            UserError: it does not divide.
-        """
+        """A total divided by the number of processes; a UserError where it does not divide."""
         if total % self.world_size:
             raise UserError(f"{what}: {total} does not divide by {self.world_size} processes; choose one of --gpus that divides it")
         return total // self.world_size
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank; one exchange for all."""
-        if self.world_size == 1:
-            return list(flags)
         return [value > 0 for value in self.sum([float(flag) for flag in flags])]
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -117,17 +111,15 @@ def joined(device_type: str) -> Iterator[Ranks]:
     Raises:
         UserError: torchrun's variables are there in part, or name more processes than this machine has GPUs.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    if "WORLD_SIZE" not in given:
+    if "WORLD_SIZE" not in os.environ:
         yield Ranks()
         return
-    if len(given) < len(names):
-        raise UserError(f"torchrun's variables {', '.join(set(names) - set(given))} are missing; start with --gpus N or torchrun")
+    if missing := {"RANK", "LOCAL_RANK"} - os.environ.keys():
+        raise UserError(f"torchrun's variables {', '.join(missing)} are missing; start with --gpus N or torchrun")
     import torch
     import torch.distributed as dist
 
-    ranks = Ranks(rank=int(given["RANK"]), world_size=int(given["WORLD_SIZE"]), local_rank=int(given["LOCAL_RANK"]))
+    ranks = Ranks(**{name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")})
     if device_type == "cuda":
         if ranks.local_rank >= torch.cuda.device_count():
             raise UserError(f"process {ranks.local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}")

@@ -64,11 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
-    """Put `text` between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file, in place of what stands there.
-
-    Raises:
-        UserError: the file has no such block.
-    """
+    """Put `text` between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file; a UserError where it has none."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
@@ -80,12 +76,8 @@ def replace_block(path: Path, name: str, text: str) -> None:
 def write_record(folder: Path, metrics: dict, identity: dict, seconds: float, *, name: str = "metrics") -> None:
     """Write `metrics.json` (= {metrics, identity}) and `run.json` (date, seconds, host) into a cell's folder.
 
-    Args:
-        folder: `results/<stage>/<cell>`.
-        metrics: numbers with their unit in the key; `None` must be explained by a sibling key `<name>_reason`.
-        identity: see `make_identity`.
-        seconds: wall-clock time of the run.
-        name: where several records share a folder, the name of this one: `<name>.json` and `<name>.run.json`.
+    Metrics have their unit in the key; a None must be explained by a sibling key `<name>_reason`. For the identity, see
+    `make_identity`. Where several records share a folder, they have a `name`: `<name>.json` and `<name>.run.json`.
     """
     _require_reasons(metrics, str(folder))
     write_json(folder / f"{name}.json", {"metrics": metrics, "identity": identity})
@@ -100,12 +92,9 @@ def make_identity(
     """What explains a number.
 
     Args:
-        root: the checkout.
         code: entry modules of the stage (dotted names); the hash covers their first-party import closure.
         config: the stage's params dataclass.
-        data_manifest: the manifest file of the data set, if any.
-        device: e.g. `cpu: AMD EPYC, 2 threads`; see `runtime.device_label`.
-        dtype: fp32, bf16 or fp16.
+        device: see `runtime.device_label`.
         backend: which implementation of the kernels ran.
     """
     return {
@@ -122,13 +111,15 @@ def make_identity(
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that numbers depend on, without importing them."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in _VERSIONS_OF}}
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution, the first one on the module path; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _require_reasons(value: Any, where: str) -> None:
@@ -146,7 +137,7 @@ def _require_reasons(value: Any, where: str) -> None:
 
 def _parent_commit(root: Path) -> str | None:
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip()

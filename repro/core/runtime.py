@@ -12,8 +12,6 @@ from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -57,7 +55,7 @@ def torch_dtype(name: str) -> Any:
     """`fp32`, `bf16` or `fp16`, as results spell them -> torch.dtype."""
     import torch
 
-    return getattr(torch, DTYPES[name])
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def load_runtime(paths: Paths) -> Runtime:
@@ -100,25 +98,20 @@ def device_slug(device: Any) -> str:
 
 def cpu_name() -> str:
     """The processor's model name, without importing torch."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            for line in stream:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")  # on Linux
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, None) or platform.processor() or platform.machine()
 
 
 def gpu_names() -> list[str]:
     """The names of NVIDIA GPUs by the driver's own tool, without importing torch; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def describe_machine() -> dict[str, Any]:

@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEVEL = 0.95
-
 
 class Sample(NamedTuple):
     """What a sample says of its mean; `std` and `ci95` (low, high; Student's t) are None for a single value."""
@@ -24,5 +22,5 @@ def describe_sample(values: Sequence[float]) -> Sample:
     from scipy.stats import t as student
 
     std = statistics.stdev(values)
-    half = float(student.ppf((1 + LEVEL) / 2, len(values) - 1)) * std / math.sqrt(len(values))
+    half = float(student.ppf((1 + 0.95) / 2, len(values) - 1)) * std / math.sqrt(len(values))
     return Sample(mean, std, (mean - half, mean + half))

@@ -1,5 +1,6 @@
 """What a person sees while a command works and when it ends: one progress display, one table. Rich on a terminal, plain text elsewhere."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,36 +10,29 @@ QUIET_S = 2.0  # shorter work shows nothing
 LINE_EVERY_S = 10.0
 
 
+@dataclasses.dataclass
 class Progress:
     """A bar on a terminal, a line now and then in a log; a context manager.
 
     Args:
-        label: what is being done.
-        total: how many units there are.
-        done: units that were finished before.
+        label, total, done: what is being done, how many units there are, and how many of them were finished before.
         unit: what is counted, e.g. `images`; it stands in the lines of a log.
-        log: takes the lines of a log; None prints them on stderr.
+        log: takes the lines of a log.
         every_s: seconds between two lines of a log; 0 writes one at every update.
         shown: False shows nothing, as on all ranks but the first.
     """
 
-    def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        done: int = 0,
-        unit: str = "",
-        log: Callable[[str], None] | None = None,
-        every_s: float = LINE_EVERY_S,
-        shown: bool = True,
-    ):
-        self.label, self.total, self.done, self.unit, self.every_s, self.shown = label, total, done, unit, every_s, shown
-        self._log = log or (lambda line: print(line, file=sys.stderr, flush=True))
-        self._first = done
-        self._bar: Any = None
+    label: str
+    total: int
+    _: dataclasses.KW_ONLY
+    done: int = 0
+    unit: str = ""
+    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+    every_s: float = LINE_EVERY_S
+    shown: bool = True
 
     def __enter__(self) -> Self:
+        self._first, self._bar = self.done, None
         self._started = self._now = time.monotonic()
         self._next_line = self._started + (QUIET_S if self.every_s else 0.0)
         return self
@@ -60,20 +54,20 @@ class Progress:
         if sys.stderr.isatty():
             self._show_bar(text)
         elif self.every_s == 0:
-            self._log(f"{self.label} {done}/{self.total}" + (f", {text}" if text else ""))
+            self.log(f"{self.label} {done}/{self.total}" + (f", {text}" if text else ""))
         elif done < self.total:
             self._next_line = self._now + self.every_s
             speed = f", {self.rate:,.0f} {self.unit}/s" if self.unit and self.rate >= 1 else ""
             left = f", {(self.total - done) / self.rate:.0f} s left" if self.rate else ""
             unit = f" {self.unit}" if self.unit else ""
-            self._log(f"{self.label}: {done:,} of {self.total:,}{unit}{speed}{left}" + (f", {text}" if text else ""))
+            self.log(f"{self.label}: {done:,} of {self.total:,}{unit}{speed}{left}" + (f", {text}" if text else ""))
 
     def print(self, line: str) -> None:
         """Print a line that stays, above the bar where there is one."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.shown:
-            self._log(line)
+            self.log(line)
 
     def _show_bar(self, text: str) -> None:
         if self._bar is None:

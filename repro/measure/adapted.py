@@ -1,6 +1,6 @@
 """What a plain backbone with its ViT-Adapter costs: the two counts of Table 2, without necks and heads.
 
-`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; the terms of `AdaptedCost` add up to
+`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; `Cost.paper_terms` add up to
 their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for every output of a
 convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU and max pooling. The samples
 of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of 12 samples of N queries in the four
@@ -9,7 +9,6 @@ to 0.06 % on the left and, by the digits printed there, to 0.25 % on the right. 
 family says (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its blocks.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,24 +32,10 @@ _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torc
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptedCost(Cost):
-    """A `Cost` with the terms of the papers' convention, which add up to their number."""
-
-    paper_terms: Mapping[str, int]
-
-    @property
-    def macs_g_paper_convention(self) -> float:
-        return sum(self.paper_terms.values()) / 1e9
-
-
-def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> AdaptedCost:
+def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Cost:
     """Parameters and multiply-adds of a backbone with its adapter for one image of (H, W) pixels.
 
-    Args:
-        backbone: registered name.
-        image_size: of the image; the model is built for the size of its own training.
-        options: further arguments of the backbone.
+    The backbone is a registered one with options, and is built for the size of its own training.
 
     Raises:
         ValueError: a model without an adapter, a side that is not a multiple of 32, or an operator whose multiply-adds are unknown.
@@ -73,7 +58,7 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
         model(image)
     terms = {"multiply_adds": counter.macs - counter.macs_of("vision_ttt.ms_deform_attn"), **hooked}
     _replace_uncounted(model, image, counter, terms)
-    return AdaptedCost(sum(p.numel() for p in model.parameters()), counter.macs, "counter", paper_terms=terms)
+    return Cost(sum(p.numel() for p in model.parameters()), counter.macs, "counter", paper_terms=terms)
 
 
 def _replace_uncounted(model: ViTAdapter, image: torch.Tensor, counter: OperatorCounter, terms: dict[str, int]) -> None:

@@ -27,14 +27,7 @@ def fused_attention(enabled: bool) -> Iterator[None]:
 def create(
     name: str, options: Mapping[str, Any], image_size: tuple[int, int], *, fused: bool = True, device: str | torch.device = "cpu"
 ) -> torch.nn.Module:
-    """A model in eval mode for images (B, 3, H, W).
-
-    Args:
-        name: registered name, e.g. `vittt_tiny_patch16_224` or `regnety_040`.
-        options: further arguments of the model.
-        image_size: (H, W) in pixels. A model with a fixed input size is built for it; the others take any.
-        fused: whether attention layers use PyTorch's fused kernel.
-        device: `meta` builds shapes without memory.
+    """A registered model with options, in eval mode, for images (B, 3, H, W) of (H, W) pixels; see `fused_attention`.
 
     Raises:
         ValueError: an unknown name, or options that the model refuses.

@@ -13,11 +13,9 @@ _GROWTH_FROM = 512  # pixels; below this, costs that do not grow with the tokens
 
 
 def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare rows and fit their growth; only rows of one batch size, dtype, mode and compilation are set against each other.
+    """Compare the rows of `speed.measure`, each with its `run`, and fit their growth; for the gates, see `op_rate.measure_gate`.
 
-    Args:
-        rows: see `speed.measure`, each with its `run`, from 1 on.
-        gates: see `op_rate.measure_gate`.
+    Only rows of one batch size, dtype, mode and compilation are set against each other.
 
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, memory_saved_percent, crossover,
@@ -81,12 +79,9 @@ def compare_rows(ours: Row, theirs: Row) -> tuple[float | None, float | None]:
 
 
 def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, float | None]:
-    """Find the image size from which on ours is faster.
+    """Find the image size from which on ours is faster, of two mappings from sides in pixels to latencies.
 
     Between two measured sizes, latency over side is taken as a straight line in logarithmic axes.
-
-    Args:
-        ours, theirs: side in pixels -> latency.
 
     Returns:
         (`always` | `never` | `from` | `until` | `several`, the side in pixels where the two are equal; None where there is no such
@@ -109,13 +104,9 @@ def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[s
 
 
 def exponent(values: Mapping[int, float]) -> float | None:
-    """Fit p of value ~ tokens^p by least squares in logarithmic axes.
+    """Fit p of value ~ tokens^p by least squares in logarithmic axes; None for fewer than two positive values.
 
-    Args:
-        values: side in pixels, whose square is proportional to the tokens -> value.
-
-    Returns:
-        p, or None for fewer than two positive values.
+    `values` maps the side in pixels, whose square is proportional to the tokens, to the value.
     """
     points = [(2 * math.log(side), math.log(value)) for side, value in values.items() if value > 0]
     if len(points) < 2:
@@ -143,13 +134,11 @@ def _describe(row: Row | None, key: str) -> str:
 
 def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     our_rows, their_rows = ({row["image_size"][0]: row for row in rows if row["status"] == "ok"} for rows in (ours, theirs))
-    reason = _withhold(family, theirs, gates)
-    if reason is None and not our_rows.keys() & their_rows.keys():
-        reason = "there is no image size at which both ran"
+    both = sorted(our_rows.keys() & their_rows.keys())
+    reason = _withhold(family, theirs, gates) or (None if both else "there is no image size at which both ran")
     if reason is not None:
         empty = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
         return {**empty, "reason": reason}
-    both = sorted(our_rows.keys() & their_rows.keys())
     speedup, saved = compare_rows(our_rows[both[-1]], their_rows[both[-1]])
     relation, side = crossover(*({side: rows[side]["latency_ms"] for side in both} for rows in (our_rows, their_rows)))
     found = {"image_size": both[-1], "speedup": speedup, "memory_saved_percent": saved}
@@ -176,11 +165,10 @@ def _withhold(family: str, theirs: Sequence[Row], gates: Sequence[Mapping[str, A
 
 
 def _fit_growth(rows: Sequence[Row]) -> dict[str, Any]:
-    by_side = {row["image_size"][0]: row for row in rows}
-    large = {side: row for side, row in by_side.items() if side >= _GROWTH_FROM}
-    found: dict[str, Any] = {"image_sizes": sorted(large)}
+    by_side = {row["image_size"][0]: row for row in rows if row["image_size"][0] >= _GROWTH_FROM}
+    found: dict[str, Any] = {"image_sizes": sorted(by_side)}
     for name, key in _QUANTITIES.items():
-        found[f"{name}_exponent"] = exponent({side: row[key] for side, row in large.items() if row[key] is not None})
+        found[f"{name}_exponent"] = exponent({side: row[key] for side, row in by_side.items() if row[key] is not None})
     ratio = by_side[1280]["latency_ms"] / by_side[640]["latency_ms"] if {640, 1280} <= by_side.keys() else None
     found["latency_1280_over_640"] = ratio
     if None in found.values():

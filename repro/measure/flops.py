@@ -4,7 +4,8 @@ There is one convention: a MAC is one multiply-add of a matrix product, of a con
 activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call MACs "FLOPs";
 `torch.utils.flop_counter` counts two FLOPs per MAC.
 
-A model with a closed form (`terms`) is counted without a forward pass. Any other model runs once on the meta device, with unfused
+A model with a closed form is counted without a forward pass: this project's families have theirs as methods (`param_terms`,
+`mac_terms`), and the one of timm's plain ViT and DeiT stands here. Any other model runs once on the meta device, with unfused
 attention, under a mode that refuses operators it cannot classify: an uncounted operator is an error, never a zero.
 """
 
@@ -14,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from . import build, terms
+from . import build
 
 # operators of ATen without multiply-adds, in addition to those that PyTorch itself marks as views or as pointwise
 _FREE_ATEN = frozenset(
@@ -47,6 +49,7 @@ class Cost:
         macs: multiply-adds for one image.
         method: `analytic` for a closed form, `counter` for a counted forward pass.
         param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the counter.
+        paper_terms: of a backbone with its adapter, the terms of the papers' convention (see `adapted`), which add up to their number.
     """
 
     num_params: int
@@ -54,10 +57,15 @@ class Cost:
     method: Literal["analytic", "counter"]
     param_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
     mac_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    paper_terms: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def macs_g(self) -> float:
         return self.macs / 1e9
+
+    @property
+    def macs_g_paper_convention(self) -> float:
+        return sum(self.paper_terms.values()) / 1e9
 
 
 def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
@@ -68,13 +76,70 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> 
     """
     model = build.create(name, options, image_size, fused=False, device="meta")
     num_params = sum(p.numel() for p in model.parameters())
-    closed_form = terms.closed_form(model, image_size)
-    if closed_form is None:
+    found = closed_form(model, image_size)
+    if found is None:
         return Cost(num_params, counted_macs(model, image_size), "counter")
-    param_terms, mac_terms = closed_form
+    param_terms, mac_terms = found
     if sum(param_terms.values()) != num_params:
         raise ValueError(f"{name}: the closed form has {sum(param_terms.values())} parameters, the model {num_params}")
     return Cost(num_params, sum(mac_terms.values()), "analytic", param_terms, mac_terms)
+
+
+def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]] | None:
+    """(parameter terms, multiply-add terms) for one image of (H, W) pixels; None for a family without a closed form.
+
+    Raises:
+        ValueError: an image size that the model does not take.
+    """
+    if hasattr(model, "mac_terms"):
+        return model.param_terms(), model.mac_terms(image_size)
+    return _vit_terms(model, image_size) if _is_plain_vit(model) else None
+
+
+def _is_plain_vit(model: torch.nn.Module) -> bool:
+    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT and the first ViTs."""
+    if type(model) is not VisionTransformer or not model.blocks:
+        return False
+    block = model.blocks[0]
+    extras = (block.ls1, block.attn.q_norm, block.attn.k_norm, block.attn.norm, block.mlp.norm, model.norm_pre, model.fc_norm)
+    return (
+        all(isinstance(part, torch.nn.Identity) for part in extras)
+        and isinstance(model.head, (torch.nn.Linear, torch.nn.Identity))
+        and model.attn_pool is None
+        and model.pos_embed is not None
+        and isinstance(model.patch_embed.proj, torch.nn.Conv2d)
+        and all(isinstance(linear, torch.nn.Linear) for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2))
+        and block.attn.qkv.bias is not None
+    )
+
+
+def _vit_terms(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Symbols: D width, L depth, T tokens with class tokens, N patch tokens."""
+    D, L = model.embed_dim, len(model.blocks)
+    hidden = model.blocks[0].mlp.fc1.out_features
+    patches, class_tokens = model.patch_embed.proj, model.num_prefix_tokens
+    params = {
+        "patch_embed": patches.weight.numel() + (D if patches.bias is not None else 0),
+        "pos_embed": model.pos_embed.numel(),
+        "class_tokens": class_tokens * D,
+        "layer_norms": L * 4 * D + 2 * D,
+        "projections": L * (4 * D * D + 4 * D),
+        "mlp": L * (2 * D * hidden + hidden + D),
+        "head": model.num_classes * (D + 1),
+    }
+    (height, width), (patch_height, patch_width) = image_size, model.patch_embed.patch_size
+    if height % patch_height or width % patch_width:
+        raise ValueError(f"{height}x{width}: not a multiple of the patch size {patch_height}x{patch_width}")
+    N = (height // patch_height) * (width // patch_width)
+    T = N + class_tokens
+    macs = {
+        "patch_embed": N * patches.weight.numel(),
+        "projections": L * T * 4 * D * D,
+        "attention": L * 2 * T * T * D,  # Q·Kᵀ and its product with V
+        "mlp": L * T * 2 * D * hidden,
+        "head": D * model.num_classes,
+    }
+    return params, macs
 
 
 def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
@@ -83,9 +148,8 @@ def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
     Raises:
         ValueError: an operator ran that neither has a FLOP formula registered with PyTorch nor is known to be free.
     """
-    counter = OperatorCounter()
     image = torch.empty(1, 3, *image_size, device=next(model.parameters()).device)
-    with torch.no_grad(), counter:
+    with torch.no_grad(), OperatorCounter() as counter:
         model(image)
     return counter.macs
 
@@ -93,8 +157,7 @@ def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
 class OperatorCounter(TorchDispatchMode):
     """Adds up the MACs of every operator that is dispatched inside the context; it raises the errors of `counted_macs`.
 
-    It sees what PyTorch's dispatcher sees. On the meta device that is everything, because a kernel launched past the dispatcher
-    cannot run there.
+    On the meta device that is everything, because a kernel launched past the dispatcher cannot run there.
     """
 
     def __init__(self) -> None:
@@ -145,8 +208,3 @@ def _is_free(func: torch._ops.OpOverload) -> bool:
     if func.namespace != "aten":
         return False
     return func.is_view or torch.Tag.pointwise in func.tags or func._opname in _FREE_ATEN
-
-
-def saved_percent(ours: int, baseline: int) -> float:
-    """The percentage by which `ours` has fewer MACs than `baseline`."""
-    return 100 * (1 - ours / baseline)

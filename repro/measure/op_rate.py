@@ -14,6 +14,7 @@ from kernels.ttt_linear.reference import ttt_linear_dual
 from ..models.ttt_mixer import ttt_linear_macs
 from .speed import DTYPES, STEP_TIMERS, median_interval
 
+OP_SIZES = ("batch_size", "tokens", "heads", "head_dim", "chunk_size", "matmul_side")
 TOKENS = 6400  # 1280 x 1280 pixels
 REPEATS = 7
 # the share of a copy's bandwidth that a family's operator must reach before a ratio against the family is given
@@ -22,24 +23,12 @@ _COPY_BYTES = 2**28  # far beyond any cache
 Case = tuple[str, Callable[[], Any], int]  # name of the operator, its step, bytes that it must read and write
 
 
-def op_rate(
-    *,
-    batch_size: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    chunk_size: int,
-    matmul_side: int,
-    repeats: int,
-    device: str,
-    dtype: str,
-    backend: str,
-) -> dict[str, Any]:
+def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, backend: str) -> dict[str, Any]:
     """Time `ttt_linear_bidir` and a square matrix product in turn, so that a drifting clock or a busy machine affects both alike.
 
     Args:
-        batch_size, tokens, heads, head_dim, chunk_size: sizes of the operator; both directions run.
-        matmul_side: n of the n x n x n product.
+        sizes: `batch_size`, `tokens`, `heads`, `head_dim` and `chunk_size` of the operator, of which both directions run, and
+            `matmul_side`, the n of the n x n x n product.
         repeats: timed turns, after one that is not timed.
         device: `cpu` or `cuda`.
         dtype: fp32 (PyTorch's default for products, without TF32), bf16 or fp16.
@@ -52,6 +41,7 @@ def op_rate(
     """
     draw = _make_draw(device)
     cast = getattr(torch, DTYPES[dtype])
+    batch_size, tokens, heads, head_dim, chunk_size, matmul_side = (sizes[name] for name in OP_SIZES)
     q, k, v = (draw(batch_size, tokens, 2, heads, head_dim, dtype=cast) for _ in range(3))
     lr = torch.sigmoid(draw(batch_size, tokens, heads)) / head_dim
     scale = (1 / torch.arange(1, chunk_size + 1, device=device)).repeat(2, 1)
@@ -72,35 +62,27 @@ def op_rate(
     return {
         **{f"{name}_gflop_per_s": rate[name] for name in steps},
         "share_of_matmul_rate": rate["op"] / rate["matmul"],
-        "share_ci95": list(interval) if interval else None,
+        "share_ci95": interval,
         **{f"{name}_ms": median_ms[name] for name in steps},
         **{f"{name}_samples_ms": [round(sample, 3) for sample in samples_ms[name]] for name in steps},
         "backend": selected_backend(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=cast),
-        "sizes": {
-            "batch_size": batch_size,
-            "tokens": tokens,
-            "heads": heads,
-            "head_dim": head_dim,
-            "chunk_size": chunk_size,
-            "matmul_side": matmul_side,
-        },
+        "sizes": dict(sizes),
     }
 
 
-def kept_for_backward(
-    *, batch_size: int, tokens: int, heads: int, head_dim: int, chunk_size: int, device: str, backend: str
-) -> dict[str, float]:
-    """The memory that autograd keeps between the passes for one direction, of the equations as written and of the operator.
+def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) -> dict[str, float]:
+    """The memory that autograd keeps between the passes for one image and direction, of the equations as written and of the operator.
 
     The equations keep a state per chunk and everything computed from it; the operator keeps its inputs and recomputes the rest, by
-    the fusion and recomputation of Appendix B.2.
+    the fusion and recomputation of Appendix B.2. For the arguments, see `op_rate`.
 
     Returns:
         {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: total size of the distinct storages, in fp32.
     """
     draw = _make_draw(device)
-    q, k, v = (draw(batch_size, tokens, heads, head_dim).requires_grad_() for _ in range(3))
-    lr = (torch.sigmoid(draw(batch_size, tokens, heads)) / head_dim).requires_grad_()
+    tokens, heads, head_dim, chunk_size = (sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size"))
+    q, k, v = (draw(1, tokens, heads, head_dim).requires_grad_() for _ in range(3))
+    lr = (torch.sigmoid(draw(1, tokens, heads)) / head_dim).requires_grad_()
     scale = 1 / torch.arange(1, chunk_size + 1, device=device)
     W0 = (0.02 * draw(heads, head_dim, head_dim)).requires_grad_()
     b0, bias = (torch.zeros(heads, head_dim, device=device, requires_grad=True) for _ in range(2))
@@ -112,13 +94,9 @@ def kept_for_backward(
 
 
 def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> dict[str, Any]:
-    """Whether a family's operator runs fast enough, beside a copy within memory, for a fair comparison with the family.
+    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy within memory, for a fair comparison.
 
     The operator's forward pass at 6400 tokens and the copy are timed in turn.
-
-    Args:
-        family: a key of `OPERATORS`.
-        batch_size, device, dtype: as of the rows that are compared.
 
     Returns:
         {family, batch_size, dtype, operator, share_of_copy_percent, op_gb_per_s, copy_gb_per_s, at_least_percent, holds}: rates from
@@ -128,21 +106,12 @@ def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> di
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samples_ms = _time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, REPEATS, device)
-    op_gb_per_s, copy_gb_per_s = (
-        size / statistics.median(samples_ms[name]) / 1e6 for name, size in (("op", op_bytes), ("copy", 2 * _COPY_BYTES))
-    )
-    share_percent, required_percent = 100 * op_gb_per_s / copy_gb_per_s, REQUIRED_SHARE_PERCENT[torch.device(device).type]
-    return {
-        "family": family,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "operator": operator,
-        "share_of_copy_percent": share_percent,
-        "op_gb_per_s": op_gb_per_s,
-        "copy_gb_per_s": copy_gb_per_s,
-        "at_least_percent": required_percent,
-        "holds": share_percent >= required_percent,
-    }
+    op_gb_per_s = op_bytes / statistics.median(samples_ms["op"]) / 1e6
+    copy_gb_per_s = 2 * _COPY_BYTES / statistics.median(samples_ms["copy"]) / 1e6
+    share_percent, required_percent = 100 * op_gb_per_s / copy_gb_per_s, REQUIRED_SHARE_PERCENT[device]
+    gate = {"family": family, "batch_size": batch_size, "dtype": dtype, "operator": operator}
+    gate |= {"share_of_copy_percent": share_percent, "op_gb_per_s": op_gb_per_s, "copy_gb_per_s": copy_gb_per_s}
+    return gate | {"at_least_percent": required_percent, "holds": share_percent >= required_percent}
 
 
 def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
@@ -172,15 +141,10 @@ OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {"vim": _sele
 
 def _time_in_turn(steps: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
     """Run the steps one after the other, `repeats` times after an untimed turn; return the milliseconds of each step's turns."""
-    timer = STEP_TIMERS[torch.device(device).type]
-    samples_ms: dict[str, list[float]] = {name: [] for name in steps}
+    timer = STEP_TIMERS[device]
     with torch.inference_mode():
-        for turn in range(repeats + 1):
-            for name, step in steps.items():
-                elapsed_ms = timer(step)
-                if turn:
-                    samples_ms[name].append(elapsed_ms)
-    return samples_ms
+        turns = [{name: timer(step) for name, step in steps.items()} for _ in range(repeats + 1)]
+    return {name: [turn[name] for turn in turns[1:]] for name in steps}
 
 
 def _saved_mib(step: Callable[[], Any]) -> float:

@@ -15,28 +15,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-MIN_STEPS = 10
 SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
 WARM_UP_S = 1.0
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
+_ALLOCATION_ERRORS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """What one row measures.
+    """What one row measures; the values are checked where they enter, in params.yaml or on the command line.
 
     Args:
         model: a name that timm knows after `import repro.models`.
@@ -53,9 +46,6 @@ class RowSpec:
         warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2 s.
         budget_s: wall-clock limit of the whole row, including the start of the process.
         threads: CPU threads; None keeps PyTorch's choice.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     model: str
@@ -68,22 +58,10 @@ class RowSpec:
     backend: str = "auto"
     mode: Literal["infer", "train"] = "infer"
     compile: bool = False
-    steps: int = MIN_STEPS
+    steps: int = 10
     warmup: int = 2
     budget_s: float = 60.0
     threads: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "image_size", tuple(self.image_size))
-        choices = {"attention": ("fused", "unfused", None), "dtype": tuple(DTYPES), "device": ("cpu", "cuda"), "mode": ("infer", "train")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}")
-        for name, least in (("steps", MIN_STEPS), ("warmup", 1), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: {getattr(self, name)} is out of range, must be >= {least}")
-        if not self.budget_s > 0:
-            raise ValueError(f"budget_s: {self.budget_s} is out of range, must be > 0")
 
     @property
     def row_id(self) -> str:
@@ -114,27 +92,18 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     """
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    command, asked = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(spec))
     try:
-        out, err = process.communicate(json.dumps(dataclasses.asdict(spec)), timeout=spec.budget_s)
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    if process.returncode == -signal.SIGKILL:
+    if done.returncode == -signal.SIGKILL:
         return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
-    row = _last_json(out)
-    if process.returncode or row is None:
-        end = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-        last_line = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no message")
+    if done.returncode:
+        end = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()
         raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
-    return row
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -154,66 +123,42 @@ def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[flo
 
 def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], reason: str) -> dict[str, Any]:
     """A row that could not be measured: its counts, its `status` and the `reason`."""
-    return {**_blank_row(spec), **_count(spec), "status": status, "reason": reason}
-
-
-def _count(spec: RowSpec) -> dict[str, Any]:
-    from . import flops
-
-    counted = flops.cost(spec.model, spec.options, spec.image_size)
-    return {"num_params": counted.num_params, "macs_g": counted.macs_g}
-
-
-def _last_json(out: str) -> dict[str, Any] | None:
-    """The row in the last line of stdout; None where that line is not a row."""
-    lines = out.splitlines()
-    with contextlib.suppress(json.JSONDecodeError):
-        if lines and isinstance(row := json.loads(lines[-1]), dict):
-            return row
-    return None
+    return {**_blank_row(spec), "status": status, "reason": reason}
 
 
 def _blank_row(spec: RowSpec) -> dict[str, Any]:
+    """What is known of a row without its measurement: the spec and the counts."""
+    from . import flops
+
     copied = ("model", "options", "attention", "batch_size", "dtype", "device", "backend", "mode", "compile")
-    return {
-        **{name: getattr(spec, name) for name in copied},
-        "image_size": list(spec.image_size),
-        "attention_kernel": "none",
-        "throughput_img_per_s": None,
-        "latency_ms": None,
-        "latency_ms_ci95": None,
-        "peak_memory_mib": None,
-        "peak_memory_method": None,
-        "steps": 0,
-        "samples_ms": [],
-        **({} if spec.attention else {"attention_reason": "no kind of attention was chosen"}),
-    }
+    unknown = ("throughput_img_per_s", "latency_ms", "latency_ms_ci95", "peak_memory_mib", "peak_memory_method")
+    row = {name: getattr(spec, name) for name in copied} | dict.fromkeys(unknown)
+    row |= {"image_size": list(spec.image_size), "attention_kernel": "none", "steps": 0, "samples_ms": []}
+    if spec.attention is None:
+        row["attention_reason"] = "no kind of attention was chosen"
+    counted = flops.cost(spec.model, spec.options, spec.image_size)
+    return row | {"num_params": counted.num_params, "macs_g": counted.macs_g}
 
 
 def _main() -> None:
     """Run the measuring process: read a RowSpec as JSON from stdin, print the row as JSON in the last line of stdout."""
-    with _private_stdout() as results:
-        # when memory runs out, the kernel should kill this process rather than the one that started it
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-        spec = RowSpec(**json.load(sys.stdin))
-        try:
-            measured = _run(spec)
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
-                raise
-            measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
-        # counted last, because building a model to count it would raise the memory from which the peak is measured
-        print(json.dumps({**_blank_row(spec), **measured, **_count(spec)}), file=results, flush=True)
-
-
-@contextlib.contextmanager
-def _private_stdout() -> Iterator[IO[str]]:
-    """Yield the real stdout, reserved for results; everything else that prints to stdout, C code too, goes to stderr."""
+    # the real stdout is for the row; everything else that prints to stdout, C code too, goes to stderr
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
-        os.dup2(2, 1)
-        yield results
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # when memory runs out, the kernel should kill this process rather than the one that started it
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    asked = json.load(sys.stdin)
+    spec = RowSpec(**{**asked, "image_size": tuple(asked["image_size"])})
+    try:
+        measured = _run(spec)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
+            raise
+        measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
+    # counted last, because building a model to count it would raise the memory from which the peak is measured
+    print(json.dumps({**_blank_row(spec), **measured}), file=stdout, flush=True)
 
 
 def _run(spec: RowSpec) -> dict[str, Any]:
@@ -240,20 +185,10 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     else:
         with torch.inference_mode():
             samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
-    latency = statistics.median(samples)
-    interval = median_interval(samples)
-    row = {
-        "backend": backend,
-        "attention_kernel": kernel,
-        "throughput_img_per_s": spec.batch_size * 1e3 / latency,
-        "latency_ms": latency,
-        "latency_ms_ci95": list(interval) if interval else None,
-        "peak_memory_mib": peak_mib,
-        "peak_memory_method": method,
-        "status": "ok",
-        "steps": len(samples),
-        "samples_ms": [round(s, 3) for s in samples],
-    }
+    latency, interval = statistics.median(samples), median_interval(samples)
+    row = {"status": "ok", "backend": backend, "attention_kernel": kernel, "peak_memory_mib": peak_mib, "peak_memory_method": method}
+    row |= {"throughput_img_per_s": spec.batch_size * 1e3 / latency, "latency_ms": latency}
+    row |= {"latency_ms_ci95": interval, "steps": len(samples), "samples_ms": [round(s, 3) for s in samples]}
     if interval is None:
         row["latency_ms_ci95_reason"] = f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
     if peak_mib is None:
@@ -262,10 +197,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 
 
 def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """Return a step of training: forward, backward and AdamW, whose two moments count towards the memory.
-
-    The learning rate is too small to change the model noticeably.
-    """
+    """A step of training: forward, backward and AdamW, whose moments count as memory and whose rate hardly changes the model."""
     import torch
 
     model.train()
@@ -306,26 +238,22 @@ def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: i
     timer = STEP_TIMERS[device.type]
     _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or spec.compile)
     # only the timed steps count towards the peak: in the warm-up, a Triton kernel's autotuning takes memory of its own
+    method = _reset_peak_rss() if device.type == "cpu" else "cuda_allocator"
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        method = "cuda_allocator"
-    else:
-        method = _reset_peak_rss()
     samples = [timer(step) for _ in range(SLOW_STEPS)]
     if statistics.median(samples) <= SLOW_STEP_S * 1e3:
         samples += [timer(step) for _ in range(spec.steps - SLOW_STEPS)]
     if device.type == "cuda":
         return samples, torch.cuda.max_memory_allocated(device) / 2**20, method
-    return samples, _peak_rss_mib(baseline_kib), method
+    # the memory of the model and its activations beyond the interpreter's
+    return samples, None if baseline_kib is None else (_status_kib("VmHWM") - baseline_kib) / 2**10, method
 
 
 def _warm_up(timed_step: Callable[[], float], steps: int, *, first_step_compiles: bool) -> None:
-    """Run steps until clocks, caches and allocators have settled; one slow step is enough to settle them.
+    """Run at least `steps` steps, which return their milliseconds, until clocks, caches and allocators have settled.
 
-    Args:
-        timed_step: runs a step and returns its milliseconds.
-        steps: the fewest steps; they go on until WARM_UP_S have been spent in steps.
-        first_step_compiles: whether the first step may be slow only because it compiles.
+    They go on until WARM_UP_S have been spent; one slow step is enough, unless it may be slow only because it compiles.
     """
     done, spent_ms = 0, 0.0
     while done < steps or spent_ms < WARM_UP_S * 1e3:
@@ -358,14 +286,9 @@ STEP_TIMERS = {"cpu": _cpu_step_ms, "cuda": _cuda_step_ms}
 
 def _status_kib(field: str) -> int | None:
     """A memory field of /proc/self/status in KiB, e.g. VmRSS or VmHWM; None where there is no such file."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as stream:
-            for line in stream:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1])
-    except OSError:
-        pass  # not Linux
-    return None
+    file = Path("/proc/self/status")
+    lines = file.read_text(encoding="ascii").splitlines() if file.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
 def _reset_peak_rss() -> str:
@@ -375,12 +298,6 @@ def _reset_peak_rss() -> str:
     except OSError:
         return "rss_peak_since_start"  # includes building the model
     return "rss_peak"
-
-
-def _peak_rss_mib(baseline_kib: int | None) -> float | None:
-    """Peak resident memory above the baseline: the memory of the model and its activations beyond the interpreter's."""
-    peak_kib = _status_kib("VmHWM")
-    return None if peak_kib is None or baseline_kib is None else (peak_kib - baseline_kib) / 2**10
 
 
 if __name__ == "__main__":

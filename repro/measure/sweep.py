@@ -4,6 +4,7 @@ The rows are measured by `speed.measure`; `conclude` draws conclusions from them
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,23 +27,6 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
 GROUP_KEYS = ("batch_size", "dtype", "mode", "compile")
 _MARGIN = 1.3  # the time of a step grows a little faster than its multiply-adds once caches and memory matter
 _START_S = 6.0  # assumed time to start a process, until a row has shown the real one
-
-
-def specs_of(families: Sequence[str], sizes: Sequence[str], image_sizes: Sequence[int], **shared: Any) -> list[RowSpec]:
-    """The rows of a sweep, one image size after the other: rows that are compared run close in time, and drift affects them alike.
-
-    Args:
-        families: keys of `FAMILIES`.
-        sizes: keys of `SIZES`.
-        image_sizes: sides of square images in pixels.
-        shared: further arguments of every `RowSpec`.
-    """
-    return [
-        RowSpec(model=FAMILIES[family][0].format(SIZES[size]), attention=FAMILIES[family][1], image_size=(side, side), **shared)
-        for side in order_by_importance(image_sizes)
-        for size in sizes
-        for family in families
-    ]
 
 
 def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
@@ -78,13 +62,8 @@ def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[st
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """The identity of a measurement: two rows with equal keys measured the same. The backend that ran is not part of it."""
+    """The identity of a measurement: rows, or the `vars` of a spec, with equal keys measure the same. The backend is not part of it."""
     return (row["model"], row["attention"], *(row[key] for key in GROUP_KEYS), tuple(sorted(row["options"].items())), *row["image_size"])
-
-
-def spec_key(spec: RowSpec) -> tuple:
-    """The `row_key` of the row that a spec leads to."""
-    return row_key({name: getattr(spec, name) for name in ("model", "attention", *GROUP_KEYS, "options", "image_size")})
 
 
 class RowSchedule:
@@ -94,9 +73,9 @@ class RowSchedule:
     the remaining time; otherwise it is left out as a whole, so that the measured rows stay comparable.
 
     Args:
-        specs: the rows, those of one image size next to each other; see `specs_of`.
+        specs: the rows, those of one image size next to each other.
         macs_g: spec -> multiply-adds of one image in units of 1e9.
-        budget_s: wall-clock seconds for all rows; None for no limit.
+        budget_s: wall-clock seconds for all rows.
         clock: returns the time in seconds.
     """
 
@@ -104,7 +83,7 @@ class RowSchedule:
         self,
         specs: Sequence[RowSpec],
         macs_g: Callable[[RowSpec], float],
-        budget_s: float | None = None,
+        budget_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._groups = [list(group) for _, group in itertools.groupby(specs, key=lambda spec: spec.image_size)]
@@ -115,27 +94,19 @@ class RowSchedule:
 
     def __iter__(self) -> Iterator[tuple[RowSpec, float | None]]:
         """Yield each row to measure, with the seconds expected for it and all later rows; call `note` before the next one."""
-        began = self._clock()
+        end = self._clock() + self._budget_s
         for number, group in enumerate(self._groups):
             needed_s = sum(map(self._expect, group))
-            remaining_s = None if self._budget_s is None else self._budget_s - (self._clock() - began)
-            if number and remaining_s is not None and needed_s > remaining_s:
+            if number and needed_s > end - self._clock():
                 self.left_out[group[0].image_size[0]] = needed_s
                 continue
             for place, spec in enumerate(group):
                 ahead = [*group[place:], *itertools.chain(*self._groups[number + 1 :])]
-                expected_s = sum(map(self._expect, ahead)) if self._seconds_per_gmac else None
-                if expected_s is not None and self._budget_s is not None:
-                    expected_s = min(expected_s, max(self._budget_s - (self._clock() - began), 0.0))
-                yield spec, expected_s
+                remaining_s = max(end - self._clock(), 0.0)
+                yield spec, min(sum(map(self._expect, ahead)), remaining_s) if self._seconds_per_gmac else None
 
     def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Learn from a measured row how long later rows of the same model take.
-
-        Args:
-            spec, row: the row as it was asked for, and as it was measured.
-            seconds: time that the measurement took; None for a row of an earlier call.
-        """
+        """Learn from a measured row, which took so many seconds (None in an earlier call), how long later rows of its model take."""
         if row["status"] != "ok":
             return
         self._seconds_per_gmac[spec.model, spec.attention] = row["latency_ms"] / 1e3 / (self._macs_g(spec) * spec.batch_size)

@@ -12,8 +12,7 @@ from ..data.kinds import KINDS
 from ..measure.adapted import adapted_cost
 from ..measure.flops import cost
 from ..measure.speed import row_id
-from ..report.demands import Measurement
-from .planner import Planner, PlanRow, TrainingData
+from .planner import Planner, PlanRow, TrainingData, TrainingSpeed
 
 BYTES_PER_VALUE = 4  # fp32
 STRIDE = 32  # to multiples of which the adapter pads an image
@@ -39,35 +38,24 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
     """
     rows = []
     for cell, params in cells.items():
-        data = planner.find_data(cell, params.data)
+        data, seeds = planner.find_data(cell, params.data), len(params.seeds)
         options = {**params.options, "num_classes": data.classes}
         counted = planner.count(cell, cost, params.model, options, (params.transform.image_size,) * 2)
-        speed = planner.find_classifier_speed(params, counted.macs)
-        images, seeds = _count_images(params, data), len(params.seeds)
         state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
         copies = seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
         repeated = f"{seeds} seeds of " if seeds > 1 else ""
         epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
-        rows.append(
-            PlanRow(
-                command=planner.command(cell),
-                gpu_hours=seeds * images / speed.img_per_s / 3600,
-                disk_gb=copies * counted.num_params * BYTES_PER_VALUE / 1e9,
-                basis=f"{repeated}{epochs} of {images // params.epochs:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
-                note=speed.note,
-                gives=_give_accuracy(planner, data, params),
-            )
-        )
+        seen = f"{repeated}{epochs} of {_count_images(params, data) // params.epochs:,} images"
+        disk_gb = copies * counted.num_params * BYTES_PER_VALUE / 1e9
+        rows.append(_charge_training(planner, cell, params, data, planner.find_speed(params, counted.macs), seen, disk_gb))
     return rows
 
 
 def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """Charge `detect`, with every image at the largest of the scales; see `_charge_dense`."""
-    rows = []
-    for cell, params in cells.items():
-        scale = params.transform.min_size[-1], params.transform.max_size
-        rows.append(_charge_dense(planner, cell, params, scale))
-    return rows
+    return [
+        _charge_dense(planner, cell, params, (params.transform.min_size[-1], params.transform.max_size)) for cell, params in cells.items()
+    ]
 
 
 def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
@@ -94,11 +82,6 @@ def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
     return [PlanRow(command=planner.command(), gpu_hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
 
 
-def charge_unknown(planner: Planner, params: Any) -> list[PlanRow]:
-    """List a stage whose cost is not modelled."""
-    return [planner.unknown_row()]
-
-
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
     """Charge one training for each seed of a backbone with its adapter; the disk space is unknown.
 
@@ -107,23 +90,26 @@ def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[in
     data = planner.find_data(cell, params.data)
     padded = tuple(-(-side // STRIDE) * STRIDE for side in image_size)
     counted = planner.count(cell, adapted_cost, params.model, padded, params.options)
-    speed = planner.find_dense_speed(params, counted.macs)
-    images = len(params.seeds) * _count_images(params, data)
+    speed = planner.find_speed(params, counted.macs)
     bound = "at least, without the heads: " if speed.source == "estimated" else ""
+    seen = f"{bound}{len(params.seeds) * _count_images(params, data):,} images"
+    return _charge_training(planner, cell, params, data, speed, seen, disk_gb=None)
+
+
+def _charge_training(
+    planner: Planner, cell: str, params: Any, data: TrainingData, speed: TrainingSpeed, seen: str, disk_gb: float | None
+) -> PlanRow:
+    """The row of a cell that is trained once for each seed; `seen` says which images that are."""
     return PlanRow(
         command=planner.command(cell),
-        gpu_hours=images / speed.img_per_s / 3600,
-        disk_gb=None,
-        basis=f"{bound}{images:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
+        gpu_hours=len(params.seeds) * _count_images(params, data) / speed.img_per_s / 3600,
+        disk_gb=disk_gb,
+        basis=f"{seen} at {speed.img_per_s:,.0f} img/s, {speed.source}",
         note=speed.note,
-        gives=_give_accuracy(planner, data, params),
+        gives=frozenset({("accuracy", data.kind, planner.model_key(params.model, params.options))}),
     )
 
 
 def _count_images(params: Any, data: TrainingData) -> int:
     """The images that one training sees."""
     return params.epochs * (params.steps_per_epoch * params.batch_size if params.steps_per_epoch else data.images)
-
-
-def _give_accuracy(planner: Planner, data: TrainingData, params: Any) -> frozenset[Measurement]:
-    return frozenset({("accuracy", data.kind, planner.model_key(params.model, params.options))})

@@ -1,22 +1,24 @@
 """The plan of a params file: what its stages cost, and which numbers of the paper they would give."""
 
 import dataclasses
+import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..core.config import build, load_yaml
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
 from ..data.cells import manifest_path
 from ..data.manifest import Manifest, read_manifest
 from ..papers import load_papers, load_primary
 from ..report.demands import Measurement, demands
 from ..report.results import Results
-from .rates import Rates, TrainingSpeed, find_measured
 
 CLASSIFIERS = ("pretrain", "baselines", "ablate")  # the stages that train classifiers, all of them alike
+PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
+FLOPS_PER_MAC = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class PlanRow:
 
     Args:
         command: what would run it.
-        gpu_hours: hours of one GPU; None where unknown.
+        gpu_hours: of one GPU; None where unknown.
         disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
         basis: how the hours come about.
         note: where a number in `basis` is known from.
@@ -50,16 +52,75 @@ class TrainingData:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Planner:
-    """Answers the questions of a stage's cost function.
+class TrainingSpeed:
+    """Training images per second on one GPU; `note` says where they come from, and is empty where the user gave them."""
+
+    img_per_s: float
+    source: Literal["given", "measured", "estimated"]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one GPU is assumed to achieve.
 
     Args:
-        stage: the stage whose cost is asked for.
-        paths: the checkout.
-        rates: what one GPU is assumed to achieve.
-        results: the records of the checkout.
+        given: `model` or `model[option=value]` -> training images per second.
+        tflops: the GPU's peak in TFLOP/s, for models of unknown speed.
+        utilisation: the share of that peak, in (0, 1], that training reaches.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    given: dict[str, float] = dataclasses.field(default_factory=dict)
+    tflops: float = 312.0
+    utilisation: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tflops < math.inf:
+            raise UserError(f"plan: --tflops {self.tflops}: expected a number above 0")
+        if not 0 < self.utilisation <= 1:
+            raise UserError(f"plan: --utilisation {self.utilisation}: expected a share above 0 and at most 1")
+
+    def find_given(self, model: str, key: str) -> TrainingSpeed | None:
+        """The speed that the user gave for a model, named with or without its options; None without one."""
+        rate = self.given.get(key, self.given.get(model))
+        return None if rate is None else TrainingSpeed(img_per_s=rate, source="given")
+
+    def estimate(self, macs: int) -> TrainingSpeed:
+        """The speed that follows from the multiply-adds of the forward pass of one image."""
+        rate = self.tflops * 1e12 * self.utilisation / (PASSES * FLOPS_PER_MAC * macs)
+        peak = f"{self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"
+        note = f"estimated: not measured; from multiply-adds at {peak}, with {PASSES} forward passes per training step"
+        return TrainingSpeed(img_per_s=rate, source="estimated", note=note)
+
+
+def find_measured(results: Results, key: str, stages: Collection[str]) -> TrainingSpeed | None:
+    """The speed of a model (see `Results.model_key`) in the records of training of some stages; the slowest of several, None without one.
+
+    They lie at results/measured/<device>/<stage>/<cell>.json. Those of a CPU never count: they say nothing about GPU-hours.
+    """
+    found = []
+    for record in results.sources:
+        rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
+        # only records of training state their processes
+        if not rate or not processes or not record.device.startswith("cuda") or record.path.split("/")[-2] not in stages:
+            continue
+        if results.model_key(record.metrics, record.path) == key:
+            each = rate / processes
+            note = f"measured: {key}, {each:,.0f} img/s in training on {record.device} ({record.path})"
+            found.append(TrainingSpeed(img_per_s=each, source="measured", note=note))
+    return min(found, key=lambda speed: speed.img_per_s, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Answers the questions of the cost function of `stage`.
+
+    Args:
         data: cell of prepare_data -> its params.
-        trained: collects the names of the models whose speed was asked for.
+        trained: collects the names of the classifiers whose speed was asked for.
     """
 
     stage: str
@@ -73,10 +134,6 @@ class Planner:
         """The command that runs the stage, or one of its cells."""
         return f"dvc repro {self.stage}@{cell}" if cell else f"dvc repro {self.stage}"
 
-    def unknown_row(self) -> PlanRow:
-        """The row of a stage of unknown cost, which the plan lists and leaves out of its totals."""
-        return PlanRow(command=self.command(), gpu_hours=None, disk_gb=None, basis="no cost model for this stage")
-
     def model_key(self, model: str, options: Mapping[str, Any]) -> str:
         """The name of a model in the ledger: `model[option=value,...]`, where default options are left out."""
         return self.results.model_key({"model": model, "options": options}, model)
@@ -87,11 +144,7 @@ class Planner:
         return read_manifest(file) if file.is_file() else None
 
     def find_data(self, cell: str, name: str) -> TrainingData:
-        """The data set that a cell of this stage trains on: counts from its manifest or, before that is written, the expected ones.
-
-        Raises:
-            UserError: prepare_data has no cell of that name.
-        """
+        """The data set that a cell trains on: counts from its manifest or, before that is written, the expected ones; or a UserError."""
         if name not in self.data:
             raise UserError(f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{did_you_mean(name, self.data)}")
         manifest, expected = self.find_manifest(name), self.data[name].expected
@@ -99,33 +152,26 @@ class Planner:
             return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)
         return TrainingData(kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images)
 
-    def find_classifier_speed(self, params: Any, macs: int) -> TrainingSpeed:
-        """The speed at which a classifier trains: as given, else as measured, else estimated from the `macs` of one image."""
+    def find_speed(self, params: Any, macs: int) -> TrainingSpeed:
+        """The speed of a training: of a classifier as given, else as measured, else estimated from the `macs` of one image."""
         key = self.model_key(params.model, params.options)
+        if self.stage not in CLASSIFIERS:
+            return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
         self.trained.update((params.model, key))
         given = self.rates.find_given(params.model, key)
         return given or find_measured(self.results, key, CLASSIFIERS) or self.rates.estimate(macs)
 
-    def find_dense_speed(self, params: Any, macs: int) -> TrainingSpeed:
-        """The speed at which this stage trains a detector or segmenter: as measured, else estimated; given speeds are of classifiers."""
-        key = self.model_key(params.model, params.options)
-        return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
-
     def count(self, cell: str, counter: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that counts a model's cost; what it refuses is a UserError that names the cell."""
-        try:
+        with blame(f"{self.stage}.{cell}", TypeError, ValueError, AssertionError):
             return counter(*arguments)
-        except (TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"{self.stage}.{cell}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class CostPlan:
-    """The costs of all stages, and what the paper asks for.
+    """The costs of all stages in the order of the params file, and what the paper asks for.
 
-    Args:
-        rows: in the order of the params file.
-        needs: table or figure -> for each number there, the measurements from which ours is computed, see `repro.report.demands`.
+    `needs` is table or figure -> for each number there, the measurements from which ours is computed, see `repro.report.demands`.
     """
 
     rows: list[PlanRow]
@@ -151,19 +197,19 @@ class CostPlan:
         return {place: (sum(bool(need) and need <= gives for need in needs), len(needs)) for place, needs in self.needs.items()}
 
 
-def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
-    """Charge every stage of a params file.
+def charge_unknown(planner: Planner, params: Any = None) -> list[PlanRow]:
+    """List a stage whose cost is not modelled, and which the totals leave out."""
+    return [PlanRow(command=planner.command(), gpu_hours=None, disk_gb=None, basis="no cost model for this stage")]
 
-    Args:
-        stages: the table of stages, name -> row.
-        params_file: params.yaml, or a profile.
-        paths: the checkout, whose records and manifests are used where they exist.
-        rates: what one GPU is assumed to achieve.
+
+def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
+    """Charge every stage of the table that params.yaml, or a profile, has a section for; records and manifests count where they exist.
 
     Raises:
         UserError: wrong parameters, or a given rate of a model that no cell trains.
     """
-    results, needs = _read_paper(paths, stages)
+    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
+    results = Results(paths, load_papers().values(), scores)
     sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name != "runtime"}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
     trained: set[str] = set()
@@ -171,19 +217,12 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     for name in sections:
         planner = Planner(stage=name, paths=paths, rates=rates, results=results, data=params.get("prepare_data", {}), trained=trained)
         if name not in stages:
-            rows.append(planner.unknown_row())
+            rows += charge_unknown(planner)
         elif stages[name].cost is not None:
             rows += pkgutil.resolve_name(stages[name].cost)(planner, params[name])
     if unknown := sorted(rates.given.keys() - trained):
         raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}")
-    return CostPlan(rows, needs)
-
-
-def _read_paper(paths: Paths, stages: Mapping[str, Any]) -> tuple[Results, dict[str, list[set[Measurement]]]]:
-    """The records of a checkout, and the measurements that each table and figure of the primary paper needs."""
-    papers = load_papers().values()
-    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
-    return Results(paths, papers, scores), demands(load_primary().ledger)
+    return CostPlan(rows, demands(load_primary().ledger))
 
 
 def _build_params(stage: Any, name: str, content: Any) -> Any:
@@ -192,6 +231,21 @@ def _build_params(stage: Any, name: str, content: Any) -> Any:
         return None
     if not stage.cells:
         return build(stage.params, content, name)
-    if not isinstance(content or {}, Mapping):
+    cells = content or {}
+    if not isinstance(cells, Mapping):
         raise UserError(f"{name}: expected a mapping of cells")
-    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in (content or {}).items()}
+    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in cells.items()}
+
+
+def parse_rates(texts: Sequence[str]) -> dict[str, float]:
+    """Read `MODEL=NUMBER` texts as images per second by model; anything else is a `UserError`."""
+    rates = {}
+    for text in texts:
+        model, _, number = text.rpartition("=")
+        try:
+            rates[model] = float(number)
+        except ValueError:
+            rates[model] = math.nan
+        if not model or not 0 < rates[model] < math.inf:
+            raise UserError(f"plan: --img-per-s {text}: expected MODEL=NUMBER with a number above 0")
+    return rates

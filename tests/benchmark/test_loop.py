@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from repro.benchmark import loop
-from repro.benchmark.store import COLUMNS, RowStore, require_keys, write_rows
+from repro.benchmark.loop import COLUMNS, RowStore, require_keys, write_rows
 from repro.core.csvfile import read_csv
 from repro.core.errors import RunError, UserError
 from repro.measure.speed import RowSpec

@@ -11,9 +11,10 @@ from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
+from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest
+from repro.data.prepare import prepare
 from stages import environment
-from stages.prepare_data import PrepareData, run
 
 DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1438, "val": 359}, "generate": {"image_size": 16}}
 
@@ -27,7 +28,7 @@ def test_digits_end_to_end_and_again(tmp_path):
     folder = paths.cell("prepare_data", "digits")
     contents = []
     for _ in range(2):
-        run(params(), paths, runtime, "digits")
+        prepare(params(), paths, runtime, "digits")
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
     assert contents[0] == contents[1]
     metrics = read_json(folder / "metrics.json")["metrics"]
@@ -40,7 +41,7 @@ def test_digits_end_to_end_and_again(tmp_path):
 def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
     wrong = params(expected={"classes": 10, "train": 1437, "val": 360})
     with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 1,437 expected, .* holds 1,438"):
-        run(wrong, Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"}), "mine")
+        prepare(wrong, Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"}), "mine")
     assert not (tmp_path / "results").exists()
 
 
@@ -50,7 +51,7 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
             (root / split / name).rename(root / split / wnid)
     cell = build(PrepareData, {"kind": "imagenet", "expected": {"classes": 3, "train": 20, "val": 20}}, "x")
     before = sorted(root.rglob("*"))
-    run(cell, Paths(tmp_path), Runtime(data_roots={"imagenet": str(root)}), "subset")
+    prepare(cell, Paths(tmp_path), Runtime(data_roots={"imagenet": str(root)}), "subset")
     manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
     assert len(manifest.departures) == 3 and manifest.generated is None
     assert sorted(root.rglob("*")) == before
@@ -71,15 +72,16 @@ def test_bad_params(changes, message):
         params(**changes)
 
 
-def test_environment_repeats_itself_without_torch(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from repro.core.paths import Paths; from stages import environment;"
-        "environment.run(Paths(Path(sys.argv[1]))); sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=True)
+def test_environment_repeats_itself_without_torch(tmp_path, monkeypatch):
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    code = "import sys; from stages import environment; environment.command(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
     path = tmp_path / "results/environment/metrics.json"
     first = path.read_bytes()
-    environment.run(Paths(tmp_path))
+    environment.command()
     assert path.read_bytes() == first
     record = read_json(path)
     assert record["identity"]["versions"]["python"] == platform.python_version()

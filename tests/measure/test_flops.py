@@ -8,8 +8,8 @@ import torch
 from timm.layers import use_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from repro.measure import build, terms
-from repro.measure.flops import OperatorCounter, cost, counted_macs, saved_percent
+from repro.measure import build
+from repro.measure.flops import OperatorCounter, closed_form, cost, counted_macs
 from repro.models.ttt_mixer import DESIGNS, W0_MODES, ttt_linear_macs
 from repro.models.vittt import POOLS
 
@@ -147,7 +147,7 @@ def test_other_models_are_counted_on_unfused_attention(name):
 
 def test_a_family_brings_its_own_closed_form():
     family = types.SimpleNamespace(param_terms=lambda: {"all": 5}, mac_terms=lambda image_size: {"all": image_size[0] * image_size[1]})
-    assert terms.closed_form(family, (4, 6)) == ({"all": 5}, {"all": 24})
+    assert closed_form(family, (4, 6)) == ({"all": 5}, {"all": 24})
 
 
 class _Toy(torch.nn.Module):
@@ -221,10 +221,6 @@ def test_macs_of_one_operator():
         torch.bmm(x[None], torch.ones(1, 5, 2))
     assert (counter.macs_of("aten.mm"), counter.macs_of("aten.bmm"), counter.macs_of("aten.addmm")) == (120, 30, 0)
     assert counter.macs == 150
-
-
-def test_saved_percent():
-    assert saved_percent(25, 100) == 75
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from repro.measure.flops import cost
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.planning import costs
-from repro.planning.planner import CostPlan, Planner, PlanRow, plan_costs
-from repro.planning.rates import Rates
+from repro.planning.planner import CostPlan, Planner, PlanRow, Rates, plan_costs
 from repro.report.results import Results
 
 NANO = "vittt_nano_patch16_144"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from repro.core.errors import UserError
-from repro.planning.rates import Rates, find_measured, parse_rates
+from repro.planning.planner import Rates, find_measured, parse_rates
 
 
 def make_results(*records):

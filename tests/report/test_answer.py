@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from repro.core.config import active_profile
 from repro.core.paths import Paths
-from repro.core.profiles import active_profile
 from repro.core.record import read_json
 from repro.report.answer import answer_blocks, find_speeds, readme_blocks
 from repro.report.claims import judge_paper

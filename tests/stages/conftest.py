@@ -39,7 +39,8 @@ def prepared(tmp_path_factory) -> Path:
     from repro.core.config import load_section
     from repro.core.paths import Paths
     from repro.core.runtime import load_runtime
-    from stages.prepare_data import PrepareData, run
+    from repro.data.kinds import PrepareData
+    from repro.data.prepare import prepare
 
     root = tmp_path_factory.mktemp("prepared")
     (root / "params.yaml").write_text(PARAMS)
@@ -47,7 +48,7 @@ def prepared(tmp_path_factory) -> Path:
     for package in ("repro", "kernels", "stages", "profiles"):
         (root / package).symlink_to(ROOT / package)
     paths = Paths(root)
-    run(load_section(PrepareData, paths.params, "prepare_data", "digits"), paths, load_runtime(paths), "digits")
+    prepare(load_section(PrepareData, paths.params, "prepare_data", "digits"), paths, load_runtime(paths), "digits")
     return root
 
 

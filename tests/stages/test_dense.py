@@ -39,15 +39,16 @@ def dense(prepared, tmp_path_factory) -> Path:
     from repro.core.config import load_section
     from repro.core.paths import Paths
     from repro.core.runtime import load_runtime
+    from repro.data.kinds import PrepareData
+    from repro.data.prepare import prepare
     from repro.models.registry import build_model
     from repro.models.weights import save_weights
-    from stages.prepare_data import PrepareData, run
 
     root = tmp_path_factory.mktemp("dense") / "checkout"
     shutil.copytree(prepared, root, symlinks=True, ignore=shutil.ignore_patterns("data", "results"))
     (root / "params.yaml").write_text(PARAMS)
     paths = Paths(root)
-    run(load_section(PrepareData, paths.params, "prepare_data", "scenes"), paths, load_runtime(paths), "scenes")
+    prepare(load_section(PrepareData, paths.params, "prepare_data", "scenes"), paths, load_runtime(paths), "scenes")
     torch.manual_seed(0)
     options = {"num_classes": 10, "img_size": 144, "depth": 4}
     model = build_model(NANO, **options)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from repro import doctor
-from repro.core import packages
 from repro.core.paths import Paths
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +63,7 @@ def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
     assert "0.17.2" in text("warning", "kernels") and "pip uninstall kernels" in text("warning", "kernels")
     assert "1.7.2 has the import name of onedl-mmcv" in text("error", "mmcv-full")
     assert "pip uninstall mmcv-full" in text("error", "mmcv-full")
-    assert text("error", "timm") == f"timm: 0.9.16, >=1.0.29 is needed: {packages.INSTALL}"
+    assert text("error", "timm") == f"timm: 0.9.16, >=1.0.29 is needed: {doctor.INSTALL}"
     assert "tqdm 4.0.0 (pinned: " in text("warning", "requirements.lock") and "timm 0.9.16" in text("warning", "requirements.lock")
     assert "2.3.5, repro segment is tested with 2.3.6: " in text("warning", "onedl-mmcv")
     assert "torch on cpu, not triton: q is on cpu" in text("ok", "TTT-Linear")
@@ -124,7 +123,7 @@ def test_needed_packages(tmp_path, monkeypatch):
         'dependencies = ["made-up-old>=1.10", "made-up-new>=2", "made-up-absent", "made-up-other; sys_platform == \'none\'"]\n'
         'optional-dependencies = {bench = ["made-up-extra>=0.6", "made-up-unused>=3"]}\n'
     )
-    lines = list(packages.check_floors(project))
+    lines = list(doctor.check_floors(project))
     assert [(mark, name) for mark, name, _ in lines] == [
         ("error", "Python"),
         ("error", "made-up-old"),
@@ -135,12 +134,12 @@ def test_needed_packages(tmp_path, monkeypatch):
     assert line(lines, "made-up-old")[1].startswith("1.2, >=1.10 is needed")  # as versions, not as text
     assert line(lines, "made-up-absent")[1].startswith("not installed, any version is needed")
     lock.write_text("# pins\nmade-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n")
-    differ, absent = (text for _, _, text in packages.check_lock(lock))
+    differ, absent = (text for _, _, text in doctor.check_lock(lock))
     assert differ.startswith("1 of 3 packages differ: made-up-old 1.2 (pinned: 1.3): ")
     assert absent.startswith("1 of 3 packages are not installed: made-up-absent: ")
     lock.write_text("made-up-new==2.0\n")
-    assert [mark for mark, _, _ in packages.check_lock(lock)] == ["ok"]
-    missing = [*packages.check_floors(tmp_path / "none"), *packages.check_lock(tmp_path / "none")]
+    assert [mark for mark, _, _ in doctor.check_lock(lock)] == ["ok"]
+    missing = [*doctor.check_floors(tmp_path / "none"), *doctor.check_lock(tmp_path / "none")]
     assert [mark for mark, _, _ in missing] == ["note", "note"]
 
 
@@ -149,7 +148,9 @@ def test_a_hidden_kernels_package_is_an_error(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
     pretend(tmp_path, kernels="0.17.2")
-    code = "from repro.core.packages import check_kernels; print(*check_kernels())"
+    code = (
+        "from pathlib import Path; from repro import doctor; from repro.core.paths import Paths; print(*doctor.check_names(Paths(Path())))"
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("('error', 'kernels'") and "pip uninstall kernels" in done.stdout
@@ -157,11 +158,11 @@ def test_a_hidden_kernels_package_is_an_error(tmp_path):
 
 def test_segmentation_is_pinned(tmp_path, monkeypatch):
     with monkeypatch.context() as bare:
-        bare.setattr(packages, "version", lambda name: None)
-        assert [mark for mark, _, text in packages.check_mmseg() if "not installed" in text] == ["warning"] * 3
+        bare.setattr(doctor, "installed_version", lambda name: None)
+        assert [mark for mark, _, text in doctor.check_mmseg() if "not installed" in text] == ["warning"] * 3
     monkeypatch.syspath_prepend(str(tmp_path))
-    pretend(tmp_path, **{name.replace("-", "_"): pin for name, pin in packages.MMSEG.items()})
-    assert [mark for mark, _, _ in packages.check_mmseg()] == ["ok", "ok", "ok"]
+    pretend(tmp_path, **{name.replace("-", "_"): pin for name, pin in doctor.MMSEG.items()})
+    assert [mark for mark, _, _ in doctor.check_mmseg()] == ["ok", "ok", "ok"]
 
 
 def test_data_and_parameters(project):

@@ -14,8 +14,7 @@ from repro.data.kinds import KINDS
 from repro.measure.flops import cost
 from repro.papers import load_primary
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
-from repro.planning.planner import plan_costs
-from repro.planning.rates import Rates
+from repro.planning.planner import Rates, plan_costs
 from repro.report.demands import demands
 from stages import load_stages
 

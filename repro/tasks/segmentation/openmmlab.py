@@ -4,8 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 
-from ...core.errors import UserError
-from ...core.packages import INSTALL
+from ...core.errors import INSTALL, UserError
 
 
 @contextlib.contextmanager
