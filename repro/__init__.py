@@ -1,3 +1,3 @@
-"""Reproduction of Vision-TTT: see README.md for the layout and the verbs."""
+"""Reproduction of Vision-TTT: README.md lists the verbs, docs/architecture.md has the layout."""
 
 __version__ = "0.1.0"

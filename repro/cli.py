@@ -1,4 +1,4 @@
-"""The command line: finds the verbs in the table of stages, loads the one that is called, and turns errors into one line and an exit code."""
+"""The command line: finds the verbs in the table of stages, loads the one called, and turns errors into one line and an exit code."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     name="repro",
     cls=Verbs,
-    help="Vision-TTT, reproduced: every table and figure is a stage, every number stands beside the paper's.",
+    help="Vision-TTT, reproduced: one pipeline measures what the paper reports and sets our numbers beside the paper's.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

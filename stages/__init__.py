@@ -1,5 +1,5 @@
 """The verbs of the command line, one module each. A module declares `STAGE`, a row of the table, and `command` (or, for a verb with
-verbs of its own, `app`). A new module is found by lying here: the command line, `status`, `plan`, the report and the tests read the
+verbs of its own, `app`). A new module here is found by itself: the command line, `status`, `plan`, the report and the tests read the
 table and nothing else.
 
 Stage modules import nothing heavy, so that `repro --help` answers at once and `repro doctor` starts where torch is broken.
@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; all of them without it.")]
-GpusOption = Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun.")]
+CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
+GpusOption = Annotated[int | None, typer.Option(min=1, help="Number of processes on this machine, one per GPU, started by torchrun.")]
 
 # the headings under which the verbs are listed, in this order
 PURPOSES = {"graph": "Stages of the pipeline", "use": "Use a trained model", "check": "Before and between runs", "prove": "Proof"}
@@ -68,7 +68,7 @@ def load_stages() -> dict[str, Stage]:
 
 
 def list_families() -> list[str]:
-    """The modules of `repro.models`, each with all that it imports of it; found without importing them."""
+    """The modules of `repro.models`, found without importing them."""
     return [f"repro.models.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])]
 
 

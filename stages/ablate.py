@@ -1,4 +1,4 @@
-"""`repro ablate`: variants of Vittt trained alike, over several seeds (Tables 3 and 4, Fig. 7; five of them on digits in the mini profile)."""
+"""`repro ablate`: variants of Vittt trained alike, over several seeds (Tables 3 and 4, Fig. 7; the mini profile has five, on digits)."""
 
 from typing import Annotated
 
@@ -17,11 +17,11 @@ def command(
     cell: CellOption = None,
     gpus: GpusOption = None,
     grid: Annotated[bool, typer.Option("--all", help="Train all 17 variants, into results/measured/<device>/ablate/<data>/.")] = False,
-    variant: Annotated[str | None, typer.Option(help="Train one of the 17 alone, in this process.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Train only this one of the 17 variants, in this process.")] = None,
     data: Annotated[str | None, typer.Option(help="With --all: a cell of prepare_data; by default that of pretrain's first Vittt.")] = None,
-    seeds: Annotated[int, typer.Option(help="With --all: trainings of each variant, with seeds 0, 1, ...")] = 3,
+    seeds: Annotated[int, typer.Option(help="With --all: how many seeds of each variant to train: 0, 1, ...")] = 3,
     epochs: Annotated[int | None, typer.Option(help="With --all: epochs of each training; by default as many as in pretrain.")] = None,
-    jobs: Annotated[int, typer.Option(help="With --all: variants at once, spread over the GPUs; on a CPU they share the threads.")] = 1,
+    jobs: Annotated[int, typer.Option(help="With --all: variants that train at once, over the GPUs; on a CPU they share the threads.")] = 1,
     speed: Annotated[bool, typer.Option(help="With --all: measure the throughput when all are trained.")] = True,
 ) -> None:
     """Train variants of Vittt alike, over several seeds; a stopped run continues where it was."""

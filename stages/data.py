@@ -1,4 +1,4 @@
-"""`repro data check`: is a data set what it should be, and does it load fast enough, before days are spent on it?"""
+"""`repro data check`: check before a long run that a data set is what it should be, and that it loads fast enough."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,7 @@ def check(
     full: Annotated[bool, typer.Option("--full", help="Decode every file instead of a sample.")] = False,
     sample: Annotated[int, typer.Option(min=0, help="Number of images to decode.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
-    speed: Annotated[bool, typer.Option("--speed", help="Time the training loader, too (class folders only).")] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Also time the training loader (class folders only).")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; by default one per usable core.")] = None,
 ) -> None:
     """Check layout, counts, annotations and files of a data set; one line per finding, exit code 1 if there is an error."""

@@ -9,8 +9,8 @@ from repro.tasks.detection.spec import SPEC
 from . import CellOption, GpusOption, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_detection")
-RandomOption = Annotated[bool, typer.Option("--random", help="Start from random weights; the results stand under results/measured.")]
-EpochsOption = Annotated[int | None, typer.Option(min=1, help="Train this many epochs instead; the results stand under results/measured.")]
+RandomOption = Annotated[bool, typer.Option("--random", help="Start from random weights; the results go to results/measured.")]
+EpochsOption = Annotated[int | None, typer.Option(min=1, help="Train this many epochs instead; the results go to results/measured.")]
 
 
 def command(cell: CellOption = None, gpus: GpusOption = None, random: RandomOption = False, epochs: EpochsOption = None) -> None:

@@ -14,7 +14,7 @@ STAGE = Stage(purpose="check")
 
 
 def command() -> None:
-    """Report what this machine has and lacks, each mismatch with its fix; exit code 1 where a command would fail."""
+    """Report what this machine has and lacks, with a fix for each problem; exit code 1 if a command would fail."""
     sections = examine(find_root())
     for title, lines in sections.items():
         print(title)

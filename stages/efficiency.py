@@ -28,14 +28,14 @@ def command(
         int | None, typer.Option("--batch-size", "--batch", min=1, help="Images per step. Default: 1 on a CPU, 64 on a GPU.")
     ] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Of weights and inputs. Default: fp32 on a CPU, bf16 on a GPU.")
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Dtype of weights and inputs. Default: fp32 on a CPU, bf16 on a GPU.")
     ] = None,
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Measure on this device.")] = None,
-    mode: Annotated[Literal["infer", "train"] | None, typer.Option(help="A forward pass, or forward, backward and AdamW.")] = None,
+    mode: Annotated[Literal["infer", "train"] | None, typer.Option(help="A step: forward only, or forward, backward and AdamW.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Run the models through torch.compile.")] = False,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Time for all rows; image sizes that do not fit are left out. Default: 10 on a CPU, no limit on a GPU."),
+        typer.Option(min=0.1, help="Limit for all rows; image sizes beyond it are left out. Default: 10 on a CPU, no limit on a GPU."),
     ] = None,
     runs: Annotated[int | None, typer.Option(min=1, max=2, help="2 measures every row twice and reports how well the two agree.")] = None,
 ) -> None:

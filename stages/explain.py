@@ -27,10 +27,10 @@ def command(
         typer.Option(help="Gradient Magnitude Map, effective receptive field, or the inner loss of each token."),
     ] = "gmm",
     probe: Annotated[
-        str | None, typer.Option(help="Instead of a map: the accuracy with a changed inner loop, steps=K, ascent or q_is_k.")
+        str | None, typer.Option(help="Instead of a map, measure the accuracy with a changed inner loop: steps=K, ascent or q_is_k.")
     ] = None,
     data: Annotated[str, typer.Option(help="With --probe: a cell of `prepare_data`.")] = "digits",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The figure, a PNG file.")] = Path("explained.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("explained.png"),
 ) -> None:
     """Draw the inner learner's gradients, its losses or a model's receptive field; or measure a changed inner loop."""
     paths = find_root()

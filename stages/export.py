@@ -13,12 +13,12 @@ STAGE = Stage(purpose="use")
 def command(
     weights: Annotated[Path, typer.Option(help="A .safetensors file of a classifier of this project; it names its model.")],
     format: Annotated[
-        Literal["safetensors", "onnx", "torch_export"], typer.Option(help="safetensors: a folder in the layout of timm and its hub.")
+        Literal["safetensors", "onnx", "torch_export"], typer.Option(help="safetensors writes a folder as on the Hugging Face hub.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file or folder to write; by default <model>_<size> in this folder.")
     ] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Side in pixels that the file is for, if not that of the training.")] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")] = None,
     verify: Annotated[bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")] = True,
 ) -> None:
     """Write a trained classifier for timm, ONNX runtimes, or torch.export."""

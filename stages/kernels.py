@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal
 import typer
 
 from repro.core.errors import RunError, UserError, did_you_mean
-from repro.core.packages import version
 from repro.core.paths import Paths, find_root
-from repro.core.record import make_identity, read_json, replace_block, versions, write_record
+from repro.core.record import installed_version, make_identity, read_json, replace_block, versions, write_record
 from repro.core.runtime import device_label, device_slug, gpu_names
 
 from . import Stage
 
-app = typer.Typer(help="Prove and measure the Triton kernels.", no_args_is_help=True)
+app = typer.Typer(help="Check and time the Triton kernels.", no_args_is_help=True)
 DOCS, BENCH_BLOCK, RESOURCES_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources"
 
 STAGE = Stage(purpose="prove")
 
-Op = Annotated[str | None, typer.Option("--op", help="One operator alone: ttt_linear, selective_scan, bi_wkv or ms_deform_attn.")]
+Op = Annotated[str | None, typer.Option("--op", help="Only this operator: ttt_linear, selective_scan, bi_wkv or ms_deform_attn.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ def check(op: Op = None) -> None:
 
 @app.command()
 def bench() -> None:
-    """Run the check, then time the kernels on the GPU beside the torch backend, other people's kernels and a copy."""
+    """Run the check, then time the kernels on the GPU beside the torch backend, kernels of other projects and a copy."""
     paths = find_root()
     chosen = _find_operators(None)
     import torch
@@ -75,14 +74,14 @@ def bench() -> None:
     if not torch.cuda.is_available():
         raise UserError("kernels bench: PyTorch sees no CUDA device; speed is measured on a GPU")
     if operators.INTERPRETED:
-        raise UserError("kernels bench: TRITON_INTERPRET is set, and the interpreter's speed says nothing; unset it")
+        raise UserError("kernels bench: TRITON_INTERPRET is set, and the speed of the interpreter means nothing; unset it")
     check()  # no speed without kernels that are right
     started = time.monotonic()
     device = torch.device("cuda")
     rows = [row for cases in chosen for row in _print_each(tools.rows(cases, device), text.format_bench)]
     metrics = {"rows": rows, "summary": {cases.NAME: tools.summarise(cases, rows) for cases in chosen}, "driver": gpu_names()}
     metrics |= {"op": memory_reference_over_kernel(device), "tuned": [each for cases in chosen for each in tools.tuned_configs(cases)]}
-    metrics |= {key: version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
+    metrics |= {key: installed_version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
     label = device_label(device)
     _write(paths, paths.measured(device_slug(device)) / "kernels.json", metrics, "bench", label, started)
     replace_block(paths.root / DOCS, BENCH_BLOCK, text.bench_table(metrics, label))
@@ -124,7 +123,7 @@ def _read_metrics(path: Path) -> dict[str, Any]:
     """The metrics of the record to which rows of one operator are added; raises a UserError if other versions made it."""
     record = read_json(path) if path.exists() else {"metrics": {}, "identity": {"versions": versions()}}
     if record["identity"]["versions"] != versions():
-        raise UserError(f"{path}: made with other versions; run without --op, which makes all of it again")
+        raise UserError(f"{path}: was made with other versions; run without --op to make all of it again")
     return record["metrics"]
 
 

@@ -22,7 +22,7 @@ def command(
     ] = None,
     tflops: Annotated[float, typer.Option(help="Peak of a GPU, for models of unknown speed (A100 in bf16: 312 TFLOP/s).")] = 312.0,
     utilisation: Annotated[float, typer.Option(help="The share of that peak that training reaches.")] = 0.3,
-    gpus: Annotated[int, typer.Option(help="How many GPUs share the work.")] = 1,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs that share the work.")] = 1,
 ) -> None:
     """Show what would run, for which table or figure, with its GPU-hours and disk space, before anything is started."""
     from repro.planning.planner import Rates, parse_rates, plan_costs
@@ -41,7 +41,7 @@ def command(
         places = ", ".join(f"{place} ({count})" for place, count in plan.find_places(row).items()) or "–"
         days = None if row.gpu_hours is None else row.gpu_hours / 24 / gpus
         table.append([row.command, places, *map(_format_number, (row.gpu_hours, days, row.disk_gb)), row.basis])
-    print_table(["command", "for (numbers that need it)", "GPU-hours", f"days on {gpus}", "disk GB", "because"], table)
+    print_table(["command", "for (numbers that need it)", "GPU-hours", f"days on {gpus}", "disk GB", "basis"], table)
     for note in dict.fromkeys(row.note for row in plan.rows if row.note):
         print(note)
     hours, disk_gb = plan.total("gpu_hours"), plan.total("disk_gb")
@@ -49,9 +49,9 @@ def command(
     print(f"total: {_format_number(hours)} GPU-hours, {_format_number(hours / 24 / gpus)} days{ideal}; disk {_format_number(disk_gb)} GB")
     print(f"free disk here: {shutil.disk_usage(paths.root).free / 1e9:.0f} GB")
     if plan.unknown:
-        print(f"unknown and not in the total: {', '.join(plan.unknown)}")
+        print(f"of unknown cost, not in the total: {', '.join(plan.unknown)}")
     covered = ", ".join(f"{place} {ours} of {all_numbers}" for place, (ours, all_numbers) in plan.count_covered().items())
-    print(f"numbers of the paper that would then have one of ours: {covered}")
+    print(f"numbers of the paper that we would then have a number for: {covered}")
 
 
 def _format_number(value: float | None) -> str:

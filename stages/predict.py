@@ -1,4 +1,4 @@
-"""`repro predict`: what a trained model sees in a person's own pictures."""
+"""`repro predict`: what a trained model sees in your own pictures."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ def command(
     images: Annotated[list[Path], typer.Argument(help="Pictures of any size; a folder stands for those in it.")],
     weights: Annotated[Path, typer.Option(help="A .safetensors file of this project; it names its model and its task.")],
     task: Annotated[Literal["classify", "detect", "segment"] | None, typer.Option(help="Refuse weights of another task.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures drawn over, and predictions.json.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the annotated pictures and predictions.json.")] = Path(
         "predictions"
     ),
     json: Annotated[Path | None, typer.Option(help="File for the predictions; without it, classes are only printed.")] = None,

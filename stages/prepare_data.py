@@ -15,7 +15,7 @@ STAGE = Stage(params=PrepareData, cells=True, modules=lambda params: KINDS[param
 
 
 def command(
-    cell: Annotated[str | None, typer.Option(help="One cell of the `prepare_data:` section; all of them without it.")] = None,
+    cell: Annotated[str | None, typer.Option(help="One cell of the `prepare_data:` section; without it, all cells.")] = None,
 ) -> None:
     """Check a data set, or write an embedded one, and record its manifest."""
     from repro.data.prepare import prepare

@@ -20,7 +20,7 @@ STAGE = Stage(purpose="check")
 
 @app.command()
 def show(
-    name: Annotated[str | None, typer.Argument(help="The profile to print; without it, which one is active and which ones exist.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The profile to print; without it, list them and name the active one.")] = None,
 ) -> None:
     """Print a profile, or say which one params.yaml equals."""
     paths = find_root()
@@ -28,7 +28,7 @@ def show(
         print(find_profile(paths, name).read_text(encoding="utf-8"), end="")
         return
     current = active_profile(paths)
-    print(f"active: {current}" if current else "active: none, params.yaml is edited")
+    print(f"active: {current}" if current else "active: none; params.yaml was edited")
     print(f"profiles: {', '.join(list_profiles(paths))}")
 
 
@@ -41,6 +41,6 @@ def use(
     paths = find_root()
     source = find_profile(paths, name)
     if not force and paths.params.is_file() and active_profile(paths) is None:
-        raise UserError(f"{paths.params}: has parameters that no profile has, which would be lost; keep a copy, then use --force")
+        raise UserError(f"{paths.params}: has edits that are in no profile and would be lost; keep a copy, then use --force")
     write_text(paths.params, source.read_text(encoding="utf-8"))
     print(f"params.yaml is now the {name} profile; `repro status` shows what it makes stale")

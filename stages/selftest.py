@@ -1,4 +1,4 @@
-"""`repro selftest faults`: everything that can happen to a training run, done to real runs of this code; see tests/faults."""
+"""`repro selftest faults`: faults of many kinds, done to real training runs of this code; see tests/faults."""
 
 import os
 import subprocess
@@ -21,13 +21,13 @@ GROUPS = ("kill", "two", "signal", "state", "room", "change", "batch", "diverge"
 
 @app.command()
 def faults(
-    kills: Annotated[int, typer.Option(min=0, help="Random moments of a training at which it is killed; as many with two processes.")] = 20,
-    flips: Annotated[int, typer.Option(min=1, help="Bytes of a saved state that are flipped, one at a time.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the moments and the bytes.")] = 0,
+    kills: Annotated[int, typer.Option(min=0, help="Number of kills at random moments; as many with two processes.")] = 20,
+    flips: Annotated[int, typer.Option(min=1, help="How many bytes of a saved state to flip, one at a time.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the moments and the bytes.")] = 0,
     only: Annotated[str | None, typer.Option(help=f"Some of {','.join(GROUPS)}.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the temporary checkouts behind.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary checkouts.")] = False,
 ) -> None:
-    """Kill, stop, fill the disk, damage files, change the data: does a run still end with the same bits, or with one line?"""
+    """Kill runs, fill the disk, damage files, change the data: a run must end with the same bits, or with one line."""
     root, chosen = find_root().root, only.split(",") if only else []
     if unknown := [word for word in chosen if word not in GROUPS]:
         raise UserError(f"selftest faults: --only {unknown[0]}: no such group{did_you_mean(unknown[0], GROUPS)}")
@@ -39,4 +39,4 @@ def faults(
     settings = {"FAULT_KILLS": kills, "FAULT_FLIPS": flips, "FAULT_SEED": seed, "FAULT_KEEP": "yes" if keep else ""}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
     if subprocess.run(command, cwd=root, env=environment).returncode:
-        raise RunError("selftest faults: a fault was not survived as it should be; the lines above say which, and what happened instead")
+        raise RunError("selftest faults: a run did not survive a fault as it should; the lines above say which fault, and what happened")

@@ -16,4 +16,4 @@ def command() -> None:
     waiting = [name for name, status, _ in rows if status != "fresh"]
     stopped = [name for name, status, _ in rows if status == "interrupted"]
     command_line = f"dvc repro {stopped[0]}" if stopped else "dvc repro" if waiting else None
-    print(f"next: {command_line}" if command_line else "next: nothing to do; results/tables.md is up to date")
+    print(f"next: {command_line}" if command_line else "nothing to do; results/tables.md is up to date")

@@ -1,4 +1,4 @@
-"""The arguments of Bi-WKV, and its equation as it is written: the truth that every backend is tested against.
+"""The arguments of Bi-WKV, and its equation as it is written: what every backend is tested against.
 
 Every pair of tokens gets its exponent, and each token's largest one is subtracted before any power is taken. Plain PyTorch
 operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise; time and memory grow with T².

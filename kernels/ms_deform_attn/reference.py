@@ -1,4 +1,4 @@
-"""The arguments of multi-scale deformable attention, and its equation as it is written: the truth that every backend is tested against.
+"""The arguments of multi-scale deformable attention, and its equation as it is written: what every backend is tested against.
 
 A loop over levels, points and the four neighbours of a point. Plain PyTorch operations, differentiable by autograd, in fp64 for
 fp64 inputs and in fp32 otherwise.

@@ -1,4 +1,4 @@
-"""The arguments of the selective scan, and its recurrence as it is written: the truth that every backend is tested against.
+"""The arguments of the selective scan, and its recurrence as it is written: what every backend is tested against.
 
 Plain PyTorch operations, token by token, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
 

@@ -1,1 +1,1 @@
-"""Proof and measurement of the kernels: `check` (are they right?), `bench` (are they fast?), `resources` (what the compiler made)."""
+"""Tools for the kernels: `check` (are they right?), `bench` (are they fast?), `resources` (what does the compiler make of them?)."""

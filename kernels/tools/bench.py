@@ -104,7 +104,7 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
     row = row | {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
     if row["implementation"] == "copy":
-        return row | {"gflop": None, "reason": "a copy computes nothing, and the shares refer to it"}
+        return row | {"gflop": None, "reason": "the row is the copy itself: it computes nothing, and the shares refer to it"}
     row["tflop_per_s"] = row["gflop"] / median
     if copy_ms is None:
         return row | {"reason": "the copy could not be measured"}

@@ -1,4 +1,4 @@
-"""The arguments of TTT-Linear, and its dual form written as the equations are: the truth that every backend is tested against.
+"""The arguments of TTT-Linear, and its dual form as the equations are written: what every backend is tested against.
 
 No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd, in fp64 for
 fp64 inputs and in fp32 otherwise.

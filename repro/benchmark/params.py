@@ -103,7 +103,7 @@ class EfficiencyParams:
 
     @property
     def models(self) -> list[tuple[str, str | None]]:
-        """Every model with its kind of attention."""
+        """Every model with its attention, fused or unfused."""
         pairs = [((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()]
         return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
 

@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # refused by the base class
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice; remove one", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -81,7 +81,7 @@ def build(cls: type, data: Any, where: str) -> Any:
             values[name] = _convert(hints[name], data[name], key_path)
             _check_range(field.metadata, values[name], key_path)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{key_path}: missing, a value is required")
+            raise UserError(f"{key_path}: missing; give it a value")
     with blame(where, ValueError):
         return cls(**values)
 

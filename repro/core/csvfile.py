@@ -1,4 +1,4 @@
-"""The one way in which rows become a CSV file and come back: through pandas."""
+"""Writing rows to a CSV file and reading them back, always through pandas."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from .record import write_text
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Write rows as CSV atomically, floats at full precision; a key that a row lacks, and None, are empty cells.
+    """Write rows as CSV atomically, floats at full precision; a key that a row lacks, and None, are left empty.
 
     Only `columns` are written, in their order; those of the rows, as they come, if None.
     """
@@ -22,11 +22,11 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[s
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file, without their empty cells; a missing or damaged file is a `UserError` naming it."""
+    """The rows of a CSV file, without their empty values; a missing or damaged file is a `UserError` naming it."""
     import pandas as pd
 
     try:
-        table = pd.read_csv(path).convert_dtypes()  # a column of whole numbers stays whole where a cell is empty
+        table = pd.read_csv(path).convert_dtypes()  # a column of whole numbers stays whole where a value is missing
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:

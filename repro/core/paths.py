@@ -1,4 +1,4 @@
-"""Where things lie. One object, made from the project root, handed to every stage."""
+"""The paths of a checkout, as one object that is made from its root and given to every stage."""
 
 import dataclasses
 import os
@@ -38,7 +38,7 @@ class Paths:
         return self.root / ".runs" / stage / cell / key
 
     def logs(self, stage: str, cell: str) -> Path:
-        """`.runs/logs/<stage>/<cell>`: what a run says while it goes, kept when it is done."""
+        """`.runs/logs/<stage>/<cell>`: the output of a run, kept when the run is done."""
         return self.root / ".runs" / "logs" / stage / cell
 
 
@@ -48,4 +48,4 @@ def find_root(start: Path | None = None) -> Paths:
     for folder in (start, *start.parents):
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
             return Paths(folder)
-    raise UserError(f"{start}: neither here nor above is a folder with params.yaml and dvc.yaml; run inside a checkout")
+    raise UserError(f"{start}: no folder with params.yaml and dvc.yaml here or above; run inside a checkout")

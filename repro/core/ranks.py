@@ -33,9 +33,9 @@ class Ranks:
         return self.rank == 0
 
     def share(self, total: int, what: str) -> int:
-        """A total divided by the number of processes; a UserError where it does not divide."""
+        """A total divided by the number of processes; a UserError where it is not divisible."""
         if total % self.world_size:
-            raise UserError(f"{what}: {total} does not divide by {self.world_size} processes; choose one of --gpus that divides it")
+            raise UserError(f"{what}: {total} is not divisible by {self.world_size} processes; choose --gpus so that it is")
         return total // self.world_size
 
     def any(self, *flags: bool) -> list[bool]:
@@ -99,7 +99,7 @@ def launch(processes: int, arguments: list[str]) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if received and child.returncode:
-        raise Interrupted(received[0], "what was saved last is kept")
+        raise Interrupted(received[0], "the last saved state is kept")
     if child.returncode:
         raise RunError(f"torchrun ended with code {child.returncode}; the first error above says why")
 
@@ -109,7 +109,7 @@ def joined(device_type: str) -> Iterator[Ranks]:
     """The ranks of this run, their process group open meanwhile: NCCL for `cuda`, gloo for `cpu`.
 
     Raises:
-        UserError: torchrun's variables are there in part, or name more processes than this machine has GPUs.
+        UserError: torchrun's variables are incomplete, or name more processes than this machine has GPUs.
     """
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()

@@ -69,7 +69,7 @@ def replace_block(path: Path, name: str, text: str) -> None:
     before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
     if not opened or not closed:
-        raise UserError(f"{path}: no lines {begin.strip()} and {end}; put them where the table belongs")
+        raise UserError(f"{path}: has no lines {begin.strip()} and {end}; put them where the table belongs")
     write_text(path, f"{before}{begin}{text}\n{end}{after}")
 
 

@@ -25,10 +25,10 @@ class Runtime:
             into parts whose gradients are averaged, so that the total batch is the one of the section whatever the GPUs are.
         compile: `torch.compile` for training. channels_last: memory format of the model's weights.
         peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the share out.
-        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/train.jsonl; TensorBoard events there.
+        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl; TensorBoard events beside it.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
-        data_roots: data set kind -> folder.
+        data_roots: name of a cell of prepare_data, or a kind of data set -> folder.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

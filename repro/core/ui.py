@@ -1,4 +1,4 @@
-"""What a person sees while a command works and when it ends: one progress display, one table. Rich on a terminal, plain text elsewhere."""
+"""What the user sees of a command: one progress display, one table. Rich on a terminal, plain text elsewhere."""
 
 import dataclasses
 import sys

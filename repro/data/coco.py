@@ -187,7 +187,7 @@ def _find_target(row: Row, images: Mapping[int, Row], categories: Mapping[int, R
 
 
 def _read_json(file: Path, report: Report) -> dict[str, Any] | None:
-    """The three lists of an annotation file; None where it has not got them."""
+    """The three lists of an annotation file; None if one is missing."""
     try:
         content = json.loads(file.read_bytes())
         lists = ("images", "annotations", "categories")
@@ -228,5 +228,5 @@ def _find_images(folder: Path, file: Path, names: Sequence[str], report: Report)
         return
     report.errors([(folder / name, f"no such file, {file.name} has it") for name in sorted(set(names) - set(sizes))], advice)
     if unused := sorted(set(sizes) - set(names)):
-        problem = f"holds {count(len(unused), 'image')} that {file.name} does not have ({show_few(unused)})"
+        problem = f"has {count(len(unused), 'image')} that {file.name} does not list ({show_few(unused)})"
         report.warning(folder, problem, "nothing reads them")

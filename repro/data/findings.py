@@ -64,7 +64,7 @@ class Report(abc.ABC):
         self.add([Finding("error", place, problem, advice) for place, problem in found])
 
     def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
-        """The items, with their progress shown if that is wanted."""
+        """The items, with their progress shown if asked for."""
         return track(items, label) if self.progress else items
 
 

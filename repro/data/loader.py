@@ -65,13 +65,13 @@ def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class TrainOrder:
-    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into global batches, each divided among the ranks.
+    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into total batches, each divided among the ranks.
 
-    A remainder that fills no global batch is left out; it is a different one in each epoch. For recipes that count steps,
+    A remainder that fills no total batch is left out; it is a different one in each epoch. For recipes that count steps,
     `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the data.
 
     With `groups`, both samples of each pair in a batch are of one group, such as wide images, which reduces padding. Grouping pairs
-    instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the global batches the same on any
+    instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the total batches the same on any
     number of processes.
     """
 
@@ -223,7 +223,7 @@ class TrainLoader(_Loader):
         order: batch_size, seed, and the other arguments of `TrainOrder`.
 
     Raises:
-        UserError: there are fewer samples than one global batch; while iterating, too many files are unreadable.
+        UserError: there are fewer samples than one total batch; while iterating, too many files are unreadable.
         RunError: while iterating, a worker process died.
     """
 

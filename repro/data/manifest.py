@@ -80,7 +80,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
         UserError: one line that names a class folder too many or too few, or the first folder that differs, how, and how many do.
     """
     if manifest.generated is not None:
-        advice = f"remove {root} and run the same command again, which writes it anew"
+        advice = f"remove {root} and run the same command again, which writes the data set again"
     else:
         advice = "restore the files, or run `repro prepare-data` to accept the data as it is"
     different = []

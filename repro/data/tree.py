@@ -1,8 +1,9 @@
 """Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`.
 
-A split may also be tar archives, for storage that hates small files: root/{train,val}/*.tar. The class of an image then comes from the
-first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted wnids of ImageNet-1K (WebDataset
-shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the archives in ILSVRC2012_img_train.tar are called).
+A split may also be tar archives, for storage that is slow with small files: root/{train,val}/*.tar. The class of an image then comes
+from the first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted wnids of ImageNet-1K
+(WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the archives in ILSVRC2012_img_train.tar
+are called).
 Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as its files would,
 and continues at the same batch; a shuffle buffer allows neither.
 """
@@ -156,7 +157,7 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
 
 
 def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
-    """List a folder; raises UserError where it cannot be read. A link that leads nowhere is an error of the report, and left out."""
+    """List a folder; raises UserError where it cannot be read. A broken link is an error of the report, and left out."""
     images, folders, others = [], [], []
     try:
         with os.scandir(folder) as entries:
@@ -171,7 +172,7 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
                     try:
                         images.append((os.fsencode(entry.name), entry.stat().st_size))
                     except FileNotFoundError:
-                        report.error(Path(entry.path), "this link leads nowhere", "remove it, or restore what it points to")
+                        report.error(Path(entry.path), "this link is broken", "remove it, or restore what it points to")
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}") from None
     return Entries(sorted(images), sorted(folders), sorted(others))
@@ -187,7 +188,7 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
         return None
     entries = list_entries(folder, report)
     if not entries.images and entries.folders:
-        report.error(folder, f"holds no image but the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
+        report.error(folder, f"has no images, only the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
     elif not entries.images:
         report.error(folder, "holds no image", advice)
     _warn_of_others(folder, entries.others, report)
@@ -222,7 +223,7 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
         report.error(folder, "holds no class folders", _advise_layout(kind))
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
         problem = f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})"
-        report.warning(folder, problem, "unpack what is missing, remove the rest")
+        report.warning(folder, problem, "unpack the archives that are missing as folders, then remove all archives")
     return (tuple(entries.folders), _read_folders(folder, entries, report)) if entries.folders else None
 
 
@@ -237,7 +238,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
         counts.append(len(found.images))
         others += [f"{name}/{file}" for file in found.others]
         if not found.images and found.folders:
-            too_deep.append((folder / name, f"holds no image but the folder {found.folders[0]}/"))
+            too_deep.append((folder / name, f"has no images, only the folder {found.folders[0]}/"))
         elif not found.images:
             empty.append((folder / name, f"holds no image ({', '.join(EXTENSIONS)})"))
     report.errors(too_deep, "move the images up, directly into the class folder")

@@ -45,7 +45,7 @@ class Probe:
     def __init__(self, name: str):
         kind, _, count = name.partition("=")
         if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
-            raise ValueError(f"{name}: no such probe; known: {KNOWN}")
+            raise ValueError(f"probe {name}: no such probe; known: {KNOWN}")
         self.steps = int(count or 1)
         self._change, self.reported = _KINDS[kind]
         self._before = self._after = self._count = 0.0

@@ -76,7 +76,7 @@ def evaluate(
 
 
 def check_limit(limit: int, val_images: int) -> None:
-    """Raise a UserError for a limit that is none, or whose score would look like a full one."""
+    """Raise a UserError for a limit that leaves out no image, or whose score would look like one of the whole split."""
     if limit >= val_images:
         raise UserError(f"evaluate: --limit {limit}: the validation split has {val_images} images; leave out --limit to use all of them")
     if limit == IMAGENET_1K.val:  # reports recognise a full score by this number

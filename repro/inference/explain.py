@@ -47,7 +47,7 @@ def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Pat
         UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have.
     """
     if output.suffix.lower() != ".png":
-        raise UserError(f"{output}: the figure is a PNG file; end its name in .png")
+        raise UserError(f"{output}: the figure is written as PNG; give a name that ends in .png")
     weights = classifier.checkpoint.path
     images = torch.stack([_read_picture(classifier, path) for path in pictures])
     inputs = classifier.to_inputs(images)

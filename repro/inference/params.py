@@ -1,4 +1,4 @@
-"""What the stages of this room are asked for. Imports nothing heavy: the command line needs it."""
+"""The params and options of the stages that use trained models. Imports nothing heavy: the command line needs it."""
 
 import dataclasses
 from pathlib import Path
@@ -57,7 +57,7 @@ class FieldSource:
 
     def __post_init__(self) -> None:
         if self.weights is None and self.model is None:
-            raise ValueError("weights: missing, and no model is named whose published weights could be used")
+            raise ValueError("weights: missing; give a file, or name a model that has published weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a trained model sees in a person's own pictures: printed, drawn, and written as JSON."""
+"""What a trained model sees in the user's own pictures: printed, drawn, and written as JSON."""
 
 import itertools
 import sys

@@ -45,7 +45,7 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequence[Row]) -> dict[str, Any]:
-    """Compare models with baselines at one image size, once for each kind of the baseline's attention.
+    """Compare models with baselines at one image size, once with unfused and once with fused attention of the baseline.
 
     Args:
         image_size: the side of the square images in pixels.

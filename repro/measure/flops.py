@@ -1,4 +1,4 @@
-"""Parameters and multiply-adds (MACs) of any timm-registered model at any resolution.
+"""Parameters and multiply-adds (MACs) of any timm-registered model at any image size.
 
 There is one convention: a MAC is one multiply-add of a matrix product, of a convolution, or of an operator of `kernels`. Norms,
 activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call MACs "FLOPs";

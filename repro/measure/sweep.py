@@ -14,7 +14,7 @@ from .speed import RowSpec
 IMAGE_SIZES = (224, 384, 512, 640, 768, 896, 1024, 1152, 1280)
 PATCH_SIZE = 16
 SIZES = {"T": "tiny", "S": "small", "B": "base"}
-# family -> pattern of its models' names, kind of attention; rows are measured in this order
+# family -> pattern of its models' names, fused or unfused attention; rows are measured in this order
 FAMILIES: dict[str, tuple[str, str | None]] = {
     "vittt": ("vittt_{}_patch16_224", None),
     "deit": ("deit_{}_patch16_224", "unfused"),

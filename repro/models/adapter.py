@@ -216,7 +216,7 @@ class Pyramid(OperatorModel):
 
 
 class ClasslessViT(nn.Module):
-    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, and with a layer scale, initially 1, on every branch. Takes any image size.
+    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, with a layer scale of initially 1 on every branch, for any image size.
 
     timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has the length of
     the pretrained one, and the model the number of parameters that the papers report.

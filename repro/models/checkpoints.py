@@ -159,7 +159,7 @@ def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
     """
     if path is None:
         if model is None:
-            raise UserError("neither a file of weights nor a model with published weights is named")
+            raise UserError("no weights are named; give a file of weights, or a model with published weights")
         return _open_published(find_published(model))
     if not is_foreign(path):
         return _open_own(path, model)

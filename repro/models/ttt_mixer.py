@@ -26,7 +26,7 @@ ETA_BASE = 1.0
 
 
 def design_has(design: Design, part: Design) -> bool:
-    """Whether a snapshot of the design route has the part that the snapshot `part` introduces."""
+    """Whether a design of the paper's route (Table 3) has the part that the design `part` introduces."""
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 
@@ -78,7 +78,7 @@ class TTTMixer(nn.Module):
         dim: width D.
         num_heads: heads H; D must be a multiple of it.
         num_tokens: number of tokens that the model is built for: the length of the learned token scale if `chunk_size` is 0.
-        design: snapshot of the design route, Table 3.
+        design: which design of the paper's route, Table 3.
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
         eps: of the inner and the outer LayerNorms.

@@ -1,6 +1,6 @@
 """Vittt, the backbone of Vision-TTT (sections 4.2 and 4.3): Vittt-T/S/B, and a nano for tests and the embedded data sets.
 
-One class is the whole family: its arguments select among the six snapshots of the design route (Table 3), the class strategies
+One class is the whole family: its arguments select among the six designs of the paper's route (Table 3), the class strategies
 (Table 4), the chunk sizes (Fig. 7a) and the initial states (Fig. 7b). `import repro.models` registers the models with timm.
 """
 
@@ -56,7 +56,7 @@ class Vittt(Backbone):
 
     Args:
         num_heads: heads H of the inner learner.
-        design: snapshot of the design route (Table 3); `conv2d` is Vittt.
+        design: which design of the paper's route (Table 3); `conv2d` is Vittt.
         pool: class strategy (Table 4).
         chunk_size: tokens per inner gradient step, the paper's b (Fig. 7a); 0 takes the whole sequence as one chunk.
         w0: initial states of the inner learner (Fig. 7b).

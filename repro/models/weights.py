@@ -103,7 +103,7 @@ def read_official(path: Path) -> dict[str, Tensor]:
     if any(name.startswith("backbone.") for name in state):
         state = {re.sub(r"^head\.fc\.", "head.", name.removeprefix("backbone.")): value for name, value in state.items()}
     if len(state) < len(content):
-        raise UserError(f"{path}: holds the weights of two models, under names that differ only by a prefix")
+        raise UserError(f"{path}: holds the weights of two models, under names that differ only by a prefix; save one of them alone")
     return state
 
 

@@ -52,7 +52,7 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
 
 
 def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """Charge `detect`, with every image at the largest of the scales; see `_charge_dense`."""
+    """Charge `detect`, with every image at the largest of the image sizes; see `_charge_dense`."""
     return [
         _charge_dense(planner, cell, params, (params.transform.min_size[-1], params.transform.max_size)) for cell, params in cells.items()
     ]

@@ -92,7 +92,7 @@ class Rates:
         """The speed that follows from the multiply-adds of the forward pass of one image."""
         rate = self.tflops * 1e12 * self.utilisation / (PASSES * FLOPS_PER_MAC * macs)
         peak = f"{self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"
-        note = f"estimated: not measured; from multiply-adds at {peak}, with {PASSES} forward passes per training step"
+        note = f"estimated from multiply-adds, not measured: {peak}, a training step as {PASSES} forward passes"
         return TrainingSpeed(img_per_s=rate, source="estimated", note=note)
 
 

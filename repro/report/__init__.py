@@ -1,1 +1,1 @@
-"""The report: the ledger of the paper's numbers (paper.yaml), their status beside ours, results/tables.md. Reads files only."""
+"""The report: it judges each paper's ledger (ledger.yaml) by our records and writes results/tables.md. It only reads files."""

@@ -1,4 +1,4 @@
-"""What a page opens with, and what README shows of it: our verdicts in numbers, what was measured and on what, two or three pictures."""
+"""The opening of a page, part of which README also shows: how many numbers match, what was measured and on which device, a few pictures."""
 
 import dataclasses
 from collections import Counter
@@ -155,7 +155,7 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
 
 
 def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
-    """The pipeline's own runs on embedded data, one row for each data set and task; no number of the paper is beside them."""
+    """The pipeline's runs on embedded data, one row for each data set and task; they are compared with no number of the paper."""
     results, shown_elsewhere = report.results, find_shown(report)
     groups: dict[tuple[str, str], list[Source]] = {}
     for source in results.score_sources:

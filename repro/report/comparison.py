@@ -58,7 +58,7 @@ def table_section(about: Table, report: Report) -> Section:
     rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
     counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
     note = f" {about.note}" if about.note else ""
-    return Section(f"{about.place}: {about.title}", [(f"Each cell: paper → ours. {counts}.{note}",), table(header, rows)])
+    return Section(f"{about.place}: {about.title}", [(f"Each entry: paper → ours. {counts}.{note}",), table(header, rows)])
 
 
 def cost_claims(report: Report) -> Section:
@@ -79,10 +79,10 @@ def cost_claims(report: Report) -> Section:
     name = report.paper.baseline
     header = ["where", "the paper says", "number", "measured on, or counted in", f"as in the paper: unfused {name}", f"fused {name}"]
     text = (
-        f"The paper's {name} has unfused attention; today's users run the fused one, so both are shown. A speed on another device than "
+        f"The paper's {name} has unfused attention; people run the fused one today, so both are shown. A speed on another device than "
         "the paper's says what holds on that device."
     )
-    return Section("The paper's efficiency claims, here", [(text,), table(header, rows)])
+    return Section("The paper's efficiency claims, measured here", [(text,), table(header, rows)])
 
 
 def all_claims(report: Report) -> Section:
@@ -103,7 +103,7 @@ def contradictions(report: Report) -> Section:
     ]
     text = (
         "Numbers are recomputed by code from the paper's own, or counted on the published model that a row names; formulas were compared "
-        "by reading."
+        "by hand."
     )
     return Section(CONTRADICTIONS, [(text,), table(["where", "it prints", "but"], rows)])
 
@@ -189,6 +189,6 @@ def _checked(own: Sequence[Verdict], report: Report) -> list[Line]:
 def _first_command(commands: Iterable[str]) -> Line:
     """The first of the commands, and how many more there are."""
     first, *more = dict.fromkeys(commands)
-    # `none` and what follows it is a word to the reader and no command
+    # `none` and what follows it is a remark and not a command
     shown: Piece = first if first.startswith("none") else code(first)
     return (shown, f" (and {len(more)} more, in claims.csv)") if more else (shown,)

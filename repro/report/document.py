@@ -127,7 +127,7 @@ def join(lines: Iterable[Line], between: str) -> Line:
 
 
 def plain(*line: Piece) -> str:
-    """The text of a line without what it looks like."""
+    """The plain text of a line."""
     return "".join(piece if isinstance(piece, str) else piece.text for piece in line)
 
 

@@ -30,7 +30,7 @@ def examples_section(report: Report) -> Section:
         pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
         blocks += [_origin_line(run, find_beside(names[0], results), report), table([""] * len(pictures), [pictures])]
     if not runs:
-        blocks.append(prose("There are none yet: `repro detect`, `repro segment`."))
+        blocks.append(prose("There are no pictures yet: `repro detect`, `repro segment`."))
     return Section("Example pictures", blocks)
 
 

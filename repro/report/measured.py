@@ -12,13 +12,13 @@ Rows = Sequence[tuple[Mapping[str, Any], Source]]
 
 
 def missing_records(results: Results) -> list[Section]:
-    """What the pipeline would write at these parameters and is not there; no section where all of it is."""
+    """Records that the pipeline would write with these params and that are missing; no section if none is."""
     missing = find_missing_records(results.paths)
     if not missing:
         return []
     rows = [[code(record), code(command)] for record, command in missing]
     text = (
-        "dvc.yaml and params.yaml ask for these records, and they are not there: they were not made yet, or their run was interrupted "
+        "dvc.yaml and params.yaml call for these records, which are missing: they have not been made yet, or their run was interrupted "
         "(`repro status`)."
     )
     return [Section("Missing cells", [prose(text), table(["record", "what makes it"], rows)])]

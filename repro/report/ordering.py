@@ -137,10 +137,10 @@ def _conclude(
     against = [pair for pair in pairs if pair.word == "ordering contradicted"]
     if against:
         named = ", ".join(f"{pair.worse} above {pair.better}" for pair in against)
-        return "ordering contradicted", f"{named}, at a family-wise level of 95 %"
+        return "ordering contradicted", f"{named}, at a family-wise error rate of 5 %"
     seen = sum(pair.word == "ordering seen" for pair in pairs)
     if seen == len(pairs):
-        return "ordering seen", f"all {len(pairs)} pairs, at a family-wise level of 95 %"
+        return "ordering seen", f"all {len(pairs)} pairs, at a family-wise error rate of 5 %"
     needed = [pair.needed for pair in pairs if pair.word == "not separated"]
     seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
     why = f"{seen} of {len(pairs)} pairs are separated; with differences and spreads as observed, all would need {seeds} seeds"

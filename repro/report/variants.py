@@ -111,13 +111,15 @@ def variants_section(report: Report) -> Section:
     judged = [(group, where, judge_group(group, where, ledger)) for group, where in _pair(report)]
     if not judged:
         command = variants.command
-        return Section(title, [prose(f"None is trained yet: `{command}`, or `{command} --all` for all {len(variants.options)} variants.")])
+        return Section(
+            title, [prose(f"No variant is trained yet: `{command}`, or `{command} --all` for all {len(variants.options)} variants.")]
+        )
     rows = [
         [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
         for group, where, found in judged
     ]
     text = (
-        "Variants that were trained alike here. Is the paper's ordering by Top-1 seen? Each pair that the paper orders is judged by its "
+        "Variants that were trained alike. Do they show the paper's ordering by Top-1? Each pair that the paper orders is judged by its "
         "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. "
         f"`docs/ablations.md` explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our "
         "Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named."

@@ -1,4 +1,4 @@
-"""What is learned: one room for each task, whose `spec.py` tells the training frame how a model and its data are made, scored and shown."""
+"""What is learned: one package for each task, whose `spec.py` tells the training code how to make, score and show a model and its data."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ from .spec import TaskSpec
 
 
 def load_tasks() -> dict[str, TaskSpec]:
-    """Every task by its name; a room is found by lying here with a `spec.py`."""
+    """Every task by its name; a package in this folder with a `spec.py` is a task."""
     found = {}
     for room in pkgutil.iter_modules(__path__):
         if room.ispkg and importlib.util.find_spec(f"{__name__}.{room.name}.spec"):

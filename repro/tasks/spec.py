@@ -1,4 +1,4 @@
-"""The interface between a task and the training frame, and between a task and `repro predict`. Imports nothing heavy."""
+"""The interface between a task and the training code, and between a task and `repro predict`. Imports nothing heavy."""
 
 import abc
 import dataclasses
@@ -28,7 +28,7 @@ class Datasets:
 
 
 class Sight(NamedTuple):
-    """What a model sees in one picture: a line for people, plain data for JSON, and the picture drawn over (None where nothing is drawn)."""
+    """What a model sees in one picture: a line for people, plain data for JSON, and the picture drawn over, if any."""
 
     line: str
     content: Any
@@ -37,7 +37,7 @@ class Sight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """A trained model, ready for a person's own pictures.
+    """A trained model, ready for the user's own pictures.
 
     Args:
         look: prepared pictures, at most `batch_size` of them, to what is seen in each.

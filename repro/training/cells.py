@@ -152,7 +152,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     """
     file = cell.folder / "metrics.json"
     if not file.is_file() or cell.folder == cell.paths.cell(cell.stage, cell.name):
-        return {}  # a cell of the graph is made anew, as DVC does
+        return {}  # a cell of the graph is trained again, as DVC does
     record = read_json(file)
     finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
     params = dataclasses.replace(cell.params, seeds=tuple(finished))
@@ -163,7 +163,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
         if record["identity"][what] != value:
             made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
             different = what.removesuffix("_hash").replace("_", " ")
-            raise UserError(f"{file}: holds a run of other {different} ({made_by}); ask for the same, or move the folder away")
+            raise UserError(f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away")
     return finished
 
 

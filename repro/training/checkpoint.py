@@ -26,7 +26,7 @@ class Checkpointer:
     """Saves and restores the state of one run in one folder.
 
     Args:
-        folder: `.runs/<stage>/<cell>-<key>`; the key keeps runs with other parameters or data apart.
+        folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params keeps runs with other params apart.
         log: called with a line when a damaged file is passed over.
     """
 
@@ -71,7 +71,7 @@ class Checkpointer:
             self.log(f"continuing after step {step} from {path.name}")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if files:
-            raise UserError(f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start anew")
+            raise UserError(f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start again")
         return None
 
     def _files(self) -> list[tuple[int, Path]]:

@@ -1,4 +1,4 @@
-"""Training many variants of a model, one process each, beside the graph: what is done is not trained again, a stopped call continues."""
+"""Training many variants of a model, one process each, beside the graph: finished ones are not trained again, a stopped call continues."""
 
 import dataclasses
 import os
@@ -173,7 +173,7 @@ def _start(variant: Variant, environment: Mapping[str, str], log: Path) -> subpr
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "repro", variant.cell.stage, *variant.arguments]
     with open(log, "w", encoding="utf-8") as stream:
-        # in a session of its own: a Ctrl-C in the terminal reaches it through this process alone, and once
+        # in its own session: a Ctrl-C in the terminal reaches it once, and only through this process
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 

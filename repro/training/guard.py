@@ -43,7 +43,7 @@ def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, 
             torch.save(content, temporary)
     raise RunError(
         f"step {step}: loss or gradient not finite, {run.bad_in_a_row} steps in a row; the last one is in {path}: "
-        f"`repro pretrain --replay-bad-step {path}` runs it again"
+        f"for a classifier, `repro pretrain --replay-bad-step {path}` runs it again"
     )
 
 

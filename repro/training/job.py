@@ -145,7 +145,7 @@ def build_job(cell: Cell, seed: int) -> Job:
     model, load_report = spec.build_model(params, datasets.classes, cell.init, cell.where)
     described = spec.describe(model, params, datasets.classes)
     model = place_model(model, runtime, ranks, device)
-    if ranks.rank:  # the weights are the same everywhere; what is drawn while training is not
+    if ranks.rank:  # the weights are the same everywhere; the random numbers of training are not
         seed_everything(seed + ranks.rank)
 
     here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}

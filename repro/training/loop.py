@@ -1,4 +1,4 @@
-"""The training loop: one readable screen (`fit`) that calls objects."""
+"""The training loop: `fit` is short and calls the objects that do the work."""
 
 import abc
 import contextlib

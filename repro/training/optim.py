@@ -41,7 +41,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, params: OptimParams, batch_
 
 
 class _DenseSchedule(Scheduler):
-    """The rates of detection and segmentation: steps or a line, multiplied by the warm-up's 1 - (1 - t / n)(1 - first / peak)."""
+    """The rates of detection and segmentation: steps or a linear decay, times the warm-up's factor 1 - (1 - t / n)(1 - first / peak)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: OptimParams, epochs: int, steps_per_epoch: int):
         super().__init__(optimizer, "lr", t_in_epochs=False)

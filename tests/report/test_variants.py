@@ -140,6 +140,6 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
 
 
 def test_nothing_trained_says_how(checkout):
-    assert "None is trained yet: `repro ablate`" in parts(checkout)[0]
+    assert "No variant is trained yet: `repro ablate`" in parts(checkout)[0]
     draw_variants(checkout.report(), checkout.paths.results / "figures")
     assert not (checkout.paths.results / "figures").exists()

@@ -1,1 +1,1 @@
-"""`repro data check`: is a data set what it should be, before days are spent on it?"""
+"""`repro data check`: checks before a long run that a data set is what it should be."""

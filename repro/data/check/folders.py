@@ -1,4 +1,4 @@
-"""The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of one's own pictures."""
+"""The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of your own pictures."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from .run import Depth, describe_sample, draw_sample, run_parallel
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _TRAIN_NAME = re.compile(r"(n\d{8})_")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
-_WRITE_AGAIN = "remove the folder and run `repro prepare-data`, which writes it anew"
+_WRITE_AGAIN = "remove the folder and run `repro prepare-data` to write it again"
 # Beyer et al. 2020 relabelled the validation images; about nine tenths of the original labels are among the new ones.
 # Folders that were filled by a wrong map agree in about one image of a thousand.
 _AGREEMENT = 0.75
@@ -46,7 +46,7 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         _check_train_names(tree, report)
     if "val" in tree.splits:
         _check_val_mapping(tree, report)
-    _check_files(tree, report, depth, "get it again: unpack its archive anew")
+    _check_files(tree, report, depth, "get it again: unpack its archive again")
 
 
 def check_digits(root: Path, report: Report, depth: Depth) -> None:
@@ -85,7 +85,7 @@ def _check_classes(root: Path, kind: str, report: Report) -> Tree:
 
 def _advise_count(tree: Tree, split: str, expected: ExpectedCounts) -> str:
     """What to do about missing images; each class of ImageNet's val has equally many, so that the gap has a name."""
-    advice = "complete the data; a wanted subset is written into prepare_data.<cell>.expected"
+    advice = "complete the data; for a subset, change prepare_data.<cell>.expected"
     each, rest = divmod(getattr(expected, split), expected.classes)
     if split == "train" or rest:
         return advice
@@ -116,7 +116,7 @@ def _check_val_mapping(tree: Tree, report: Report) -> None:
             judged += 1
             agree += index[wnid] in labels
     if not judged:
-        problem = "files are not named ILSVRC2012_val_<number>, so nobody can tell whether they are in the folders of their classes"
+        problem = "files are not named ILSVRC2012_val_<number>, so it cannot be checked whether they are in the right folders"
         report.warning(place, problem, "keep the names of the archive")
     elif agree < _AGREEMENT * judged:
         problem = f"images lie in folders of wrong classes: {agree:,} of {judged:,} agree with the ReaL labels, about 9 of 10 should"

@@ -1,4 +1,4 @@
-"""The data sets that the project writes itself. Each writer leaves a whole tree or none."""
+"""The data sets that the project writes itself. Each writer leaves a complete tree or nothing."""
 
 import contextlib
 import dataclasses

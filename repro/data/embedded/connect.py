@@ -1,4 +1,4 @@
-"""The embedded connectivity task, in the manner of Pathfinder: do two markers lie on the ends of the same dashed curve?
+"""The embedded connectivity task, in the manner of Pathfinder: are two markers at the ends of the same dashed curve?
 
 Two curves come close to each other at a bend and part again: four arms leave the bend at right angles, and each curve joins two
 neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1, and one between 2 and 3;

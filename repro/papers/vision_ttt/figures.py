@@ -21,7 +21,7 @@ def _figure(name: str, shows: str, folder: str | None = None, shared_with: str |
 FIGURES = (
     _figure(
         "1",
-        "DeiT, Vim and Vittt: accuracy, AP and mIoU, and speed and memory at high resolution. Our pictures are of its multiply-adds, speed "
+        "DeiT, Vim and Vittt: accuracy, AP and mIoU, and speed and memory at high resolution. Our pictures show its multiply-adds, speed "
         "and memory; its accuracies are those of Tables 1 and 2",
         "measured/*/efficiency",
     ),

@@ -71,7 +71,7 @@ def vary_recipe(name: str, paths: Paths, *, data: str | None, seeds: tuple[int, 
     every = [load_section(ClassifierParams, paths.params, "pretrain", cell) for cell in section_keys(paths.params, "pretrain")]
     ours = [params for params in every if params.model.startswith("vittt_")]
     if not ours:
-        raise UserError(f"{paths.params}: pretrain: has no cell of a Vittt, whose recipe the variants would take")
+        raise UserError(f"{paths.params}: pretrain: has no cell with a Vittt, whose recipe the variants need; add one")
     data = data or ours[0].data
     if data not in (known := section_keys(paths.params, "prepare_data")):
         raise UserError(f"{STAGE}: --data {data}: not a cell of prepare_data in params.yaml{did_you_mean(data, known)}")

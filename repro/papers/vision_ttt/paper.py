@@ -17,7 +17,7 @@ _TOP1 = ("text.abstract.top1_*", "text.1.top1_*", "text.5_1.top1_*")
 
 def _panel(name: str, says: str, draw: Callable[..., Path], orders: tuple[tuple[str, str], ...]) -> VariantTable:
     """A panel of Fig. 7, which prints no number but Vittt's own."""
-    place, note = f"Fig. 7({name})", f"The paper prints no number of this figure but Vittt's own; its text says that {says}."
+    place, note = f"Fig. 7({name})", f"For this figure the paper prints only Vittt's own number; its text says that {says}."
     rows = {variant: "table3.conv2d" if variant == "conv2d" else None for variant in TABLES_AND_FIGURES[place]}
     columns = ("fps", "top1_percent")
     return VariantTable(place=place, rows=rows, columns=columns, orders=orders, note=note, figure=f"fig7{name}", draw=draw)
@@ -31,7 +31,7 @@ PAPER = Paper(
     primary=True,
     claim="The paper claims that Vittt, a backbone whose layers take gradient steps along the tokens of an image while they run, is more "
     "accurate than DeiT, Vim, Vision-RWKV and ViT³ on ImageNet-1K, COCO and ADE20K. Its cost grows linearly with the number of tokens: at "
-    "1280×1280, Vittt-T is said to need 79.4 % fewer FLOPs and 88.9 % less memory than DeiT-T and to run 4.72× as fast.",
+    "1280×1280, Vittt-T is claimed to need 79.4 % fewer FLOPs and 88.9 % less memory than DeiT-T and to run 4.72× as fast.",
     baseline="DeiT",
     families={"vittt": {"design": "conv2d", "pool": "mean", "chunk_size": "16", "w0": "per_direction"}, "vim": {}, "vrwkv": {}, "vit3": {}},
     formulas={"vit_g": vit_g, "vim_blocks_g": vim_blocks_g, "vittt_g": vittt_g, "vittt_trivial_g": vittt_trivial_g},

@@ -11,7 +11,7 @@ TRAIN_IMAGES = 1_281_167  # ImageNet-1K; the paper prints 1.28M
 VITTT = tuple(f"vittt_{size}_patch16_224" for size in ("tiny", "small", "base"))
 RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 
-# Who states a value. The paper prints no number of the data augmentation, which is DeiT's, and says that its code is Swin's.
+# Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is Swin's.
 PAPER = "the paper has {}"
 VARIED = "the paper has {} (and varies it in its ablations)"
 DEIT = "the paper has DeiT's {}"
@@ -101,7 +101,7 @@ def resolve(
         "optim.warmup_lr": (not optim["warmup_epochs"], "there is no warm-up"),
     }
     choices = {  # of this project, that are neither departures from the paper nor Swin's defaults
-        "no repeated augmentation: DeiT has it, Swin's code, on which the paper builds, has not": True,
+        "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not": True,
         "drop path 0.4: ViT3-B's; Swin's default is 0.1": params["model"] == VITTT[2] and params["drop_path"] == DROP_PATH_BASE,
         "bf16 autocast: Swin's default is fp16 autocast": dtype == "bf16",
     }

@@ -1,4 +1,4 @@
-"""Classification for the training frame and for `repro predict`. Imports nothing heavy at the top."""
+"""Classification for the training code and for `repro predict`. Imports nothing heavy at the top."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Detection for the training frame and for `repro predict`. Imports nothing heavy at the top."""
+"""Detection for the training code and for `repro predict`. Imports nothing heavy at the top."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""A person's own pictures: what a model sees in them, and a drawing of it."""
+"""The user's own pictures: what a model sees in them, and a drawing of it."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Segmentation for the training frame and for `repro predict`. Imports nothing heavy at the top."""
+"""Segmentation for the training code and for `repro predict`. Imports nothing heavy at the top."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar

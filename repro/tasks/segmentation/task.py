@@ -20,7 +20,7 @@ from .params import SegmentationTransformSettings
 class Segmentation(Task):
     """A model of `build_upernet`; its validation images come one at a time.
 
-    `class_iou_percent` has the IoU of each class at the last evaluation; it is None for a class that occurs neither in labels nor in predictions.
+    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no prediction.
 
     Args:
         transform: makes inputs of the model from batches.
