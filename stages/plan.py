@@ -51,7 +51,7 @@ def command(
     if plan.unknown:
         print(f"of unknown cost, not in the total: {', '.join(plan.unknown)}")
     covered = ", ".join(f"{place} {ours} of {all_numbers}" for place, (ours, all_numbers) in plan.count_covered().items())
-    print(f"numbers of the paper that we would then have a number for: {covered}")
+    print(f"the paper's numbers that could then be compared with ours: {covered}")
 
 
 def _format_number(value: float | None) -> str:

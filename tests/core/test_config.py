@@ -70,7 +70,7 @@ def test_values(load, text, field, value):
     [
         ("epochs: 1, epoch: 2", r"stage\.cell\.epoch: unknown key; did you mean 'epochs'\?"),
         ("epochs: 1, zzz: 2", r"stage\.cell\.zzz: unknown key; known: epochs, lr, "),
-        ("lr: 1", r"stage\.cell\.epochs: missing, a value is required"),
+        ("lr: 1", r"stage\.cell\.epochs: missing; give it a value"),
         ("epochs: 0", r"stage\.cell\.epochs: 0 is out of range, must be >= 1"),
         ("epochs: -5", r"stage\.cell\.epochs: -5 is out of range"),
         ("epochs: 1.5", r"stage\.cell\.epochs: expected int, got float 1\.5"),
@@ -96,7 +96,7 @@ def test_values(load, text, field, value):
         ("epochs: 1, rates: {a: b}", r"stage\.cell\.rates\.a: expected float"),
         ("epochs: 1, parts: {a: {rate: -1}}", r"stage\.cell\.parts\.a\.rate: -1\.0 is out of range"),
         ("epochs: 1, name: forbidden", r"stage\.cell: name: 'forbidden' is taken"),
-        ("epochs: 1, epochs: 2", r"params\.yaml:2: not valid YAML: key 'epochs' stands twice"),
+        ("epochs: 1, epochs: 2", r"params\.yaml:2: not valid YAML: key 'epochs' is there twice"),
         ("{a: 1}: 2", r"params\.yaml:2: not valid YAML: found unhashable key"),
         ("epochs: [", r"params\.yaml:\d+: not valid YAML"),
     ],

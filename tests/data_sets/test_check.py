@@ -125,7 +125,7 @@ TREE_FAULTS = {
     ),
     "cut": (lambda r: cut(first(r)), 1, "train/n01440764/n01440764_0.JPEG: unreadable image (image file is truncated"),
     # the link and the count
-    "link to nothing": (lambda r: [first(r).unlink(), nowhere(r)], 2, "nowhere.JPEG: this link leads nowhere; remove it"),
+    "link to nothing": (lambda r: [first(r).unlink(), nowhere(r)], 2, "nowhere.JPEG: this link is broken; remove it"),
     "empty file": (lambda r: first(r, "val").write_bytes(b""), 1, "is empty; get it again"),
     "a web page": (lambda r: first(r).write_text("<html>denied</html>"), 1, "unreadable image (not in any image format)"),
     # the folder is empty, and classes and images are too few
@@ -160,7 +160,7 @@ def test_one_level_too_deep(imagenet):
             file.rename(file.parent / "images" / file.name)
     lines, errors, _ = check_small(imagenet)
     assert errors == 3 + 2, "three folders, and the counts of classes and images"
-    assert "train/n01440764: holds no image but the folder images/; move the images up" in only(lines, "error")[0]
+    assert "train/n01440764: has no images, only the folder images/; move the images up" in only(lines, "error")[0]
 
 
 def test_the_folder_inside_is_proposed(imagenet, tmp_path):
@@ -182,7 +182,7 @@ def test_other_files_and_other_names_are_warnings(imagenet):
     lines, errors, warnings = check_small(imagenet)
     assert (errors, warnings) == (0, 4)
     assert only(lines, "warning")[:3] == [
-        "train: holds 1 archive beside class folders (n01491361.tar); unpack what is missing, remove the rest",
+        "train: holds 1 archive beside class folders (n01491361.tar); unpack the archives that are missing as folders, then remove all archives",
         "train: holds 1 other file (n01440764/notes.txt); nothing reads them",
         "val: holds 1 other file (LOC_val_solution.csv); nothing reads them",
     ]
@@ -346,7 +346,7 @@ COCO_FAULTS = {
     "images one level deeper": (
         lambda r: [(r / "train2017").rename(r / "x"), (r / "train2017").mkdir(), (r / "x").rename(r / "train2017" / "train2017")],
         1 + 3,
-        "train2017: holds no image but the folder train2017/; move the images up",
+        "train2017: has no images, only the folder train2017/; move the images up",
     ),
     "images elsewhere": (
         lambda r: [(r / "images").mkdir(), (r / "train2017").rename(r / "images" / "train2017")],
@@ -385,7 +385,7 @@ def test_images_beside_the_annotations_are_a_warning(coco):
     picture(coco / "val2017" / "stray.jpg")
     lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
     assert (errors, warnings) == (0, 1)
-    assert "val2017: holds 1 image that instances_val2017.json does not have (stray.jpg)" in "".join(lines)
+    assert "val2017: has 1 image that instances_val2017.json does not list (stray.jpg)" in "".join(lines)
 
 
 # ADE20K: 3 + 2 pairs

@@ -143,7 +143,7 @@ def dangling_link(root):
         (empty_class, r"train/bee: holds no image .*; fill this class folder, or remove it"),
         (class_in_train_only, r"train/cat: class 'cat' is in train but not in val; both splits need the same classes"),
         (class_in_val_only, r"val/cat: class 'cat' is in val but not in train"),
-        (dangling_link, r"train/ant/link.png: this link leads nowhere"),
+        (dangling_link, r"train/ant/link.png: this link is broken"),
     ],
 )
 def test_bad_layouts_are_one_line(root, spoil, message):

@@ -105,7 +105,7 @@ def test_an_interrupt_ends_the_measuring_process(startup, monkeypatch):
     monkeypatch.setattr(speed.subprocess, "Popen", InterruptedPopen)
     with pytest.raises(KeyboardInterrupt):
         measure(make_spec())
-    assert calls[0].returncode == -signal.SIGKILL
+    assert calls[0].wait() == -signal.SIGKILL
 
 
 def test_any_other_end_is_one_line_that_names_the_row():

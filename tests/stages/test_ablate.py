@@ -148,7 +148,7 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
     assert [row["seed"] for row in csv.DictReader(open(folder / "curve.csv"))] == ["0", "1"]
     assert (folder / "weights.safetensors").read_bytes() == weights
     code, _, err = repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")
-    assert code == 2 and err.count("\n") == 1 and "holds a run of other params (1 epochs, seeds 0, 1)" in err
+    assert code == 2 and err.count("\n") == 1 and "holds a run with other params (1 epochs, seeds 0, 1)" in err
 
 
 def stop_when_begun() -> None:

@@ -99,13 +99,13 @@ def test_the_printed_plan(checkout, repro_cli):
     code, out, err = repro_cli("plan", "--gpus", "8", "--img-per-s", f"{NANO}=0.01")
     assert (code, err) == (0, "")
     lines = [re.split(r"  +", line) for line in out.splitlines()]
-    assert lines[0] == ["command", "for (numbers that need it)", "GPU-hours", "days on 8", "disk GB", "because"]
+    assert lines[0] == ["command", "for (numbers that need it)", "GPU-hours", "days on 8", "disk GB", "basis"]
     data, imagenet, nano = lines[1:4]
     assert data[:5] == ["dvc repro prepare_data@digits", "–", "0", "0", "<0.1"]
     assert imagenet == ["dvc repro prepare_data@imagenet", "–", "0", "0", "150.0", "CPU only; size as published"]
     assert nano == ["dvc repro pretrain@nano", "–", "79.9", "0.4", "<0.1", "2 epochs of 1,438 images at 0 img/s, given"]
     assert lines[4] == ["total: 79.9 GPU-hours, 0.4 days if 8 GPUs are 8 times as fast as one; disk 150.0 GB"]
-    assert "numbers of the paper that would then have one of ours: Table 1 0 of " in out
+    assert "the paper's numbers that could then be compared with ours: Table 1 0 of " in out
     assert not list((checkout / "results").glob("pretrain"))  # nothing was started
 
 
@@ -155,4 +155,4 @@ def test_cells_that_do_not_fit_together(checkout, repro_cli):
         assert code == 2 and says in err
     params.write_text(text + "some_stage:\n  some_cell: {}\n")
     code, out, _ = repro_cli("plan")
-    assert code == 0 and "unknown and not in the total: dvc repro some_stage" in out
+    assert code == 0 and "of unknown cost, not in the total: dvc repro some_stage" in out

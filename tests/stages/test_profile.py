@@ -43,7 +43,7 @@ def test_edited_parameters_are_not_overwritten(checkout, capsys):
     params.write_text(edited)
     profile.show(None)
     assert "active: none" in capsys.readouterr().out
-    with pytest.raises(UserError, match="which would be lost; keep a copy"):
+    with pytest.raises(UserError, match="would be lost; keep a copy"):
         profile.use("paper")
     assert params.read_text() == edited
     profile.use("paper", force=True)

@@ -71,7 +71,7 @@ def test_alone_everything_is_the_plain_thing():
 
 
 def test_a_batch_that_does_not_divide():
-    with pytest.raises(UserError, match="pretrain.a.batch_size: 64 does not divide by 3 processes"):
+    with pytest.raises(UserError, match="pretrain.a.batch_size: 64 is not divisible by 3 processes"):
         Ranks(world_size=3).share(64, "pretrain.a.batch_size")
 
 
