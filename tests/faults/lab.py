@@ -94,6 +94,11 @@ class Checkout:
         return self.root / "results" / "pretrain" / CELL
 
     @property
+    def device(self) -> str:
+        """The device that the record names."""
+        return json.loads((self.results / "metrics.json").read_text())["identity"]["device"]
+
+    @property
     def states(self) -> list[Path]:
         """The saved training states, newest first."""
         return sorted(self.find_in_run("step_*.pt"), reverse=True)
@@ -225,14 +230,18 @@ class Lab:
         checkout = self.make_checkout(self.stopped)
         return checkout, {path: path.read_bytes() for path in checkout.states}
 
-    def stop_run(self, number: int, code: int) -> Checkout:
+    def stop_run(self, number: int, code: int, processes: int = 1) -> Checkout:
         """A checkout whose run a signal stopped, with this exit code, once it had saved two states."""
         checkout = self.make_checkout()
-        process, until = checkout.start_training(), time.monotonic() + LIMIT_S
+        process, until = checkout.start_training(processes), time.monotonic() + LIMIT_S
         while len(checkout.states) < 2 and process.poll() is None and time.monotonic() < until:
             time.sleep(0.005)
         process.send_signal(number)
-        checkout.wait(process).require(code, "is saved")
+        stopped = checkout.wait(process)
+        if processes == 1:
+            stopped.require(code, "is saved")
+        else:  # torchrun says at length that it was stopped
+            assert stopped.code == code and stopped.err.endswith("the last saved state is kept; the same command continues\n")
         assert not checkout.results.exists() and len(checkout.states) == 2
         return checkout
 

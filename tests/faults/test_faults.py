@@ -62,6 +62,11 @@ def test_a_killed_run_of_two_processes_ends_with_the_same_bytes(lab, share):
     kill_and_finish(lab, share, 2)
 
 
+def test_a_signal_to_the_launcher_stops_two_processes_which_end_with_the_same_bytes(lab):
+    assert lab.begun_by_two and lab.whole[2].device.endswith(", 2 processes")
+    lab.finish_run(lab.stop_run(signal.SIGTERM, 143, processes=2), 2)
+
+
 def test_a_run_of_two_processes_is_not_continued_by_one(lab):
     lab.begun_by_two.wait(lab.begun_by_two.start_training()).require(2, "was stopped with 2 process")
 
