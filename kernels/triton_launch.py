@@ -8,7 +8,7 @@ import torch
 import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# the arguments that a kernel's choice of a config depends on, of those that it has
+# the arguments that a kernel's choice of a config depends on, of those that it has; a new kernel's own are added here
 TUNING_KEYS = "bucket", "D", "CHUNK", "M", "C", "L", "P", "KEEP"
 
 Candidates = Callable[..., list[triton.Config]]

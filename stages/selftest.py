@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,8 +37,21 @@ def faults(
         raise UserError(f"selftest faults: {root}: has no folder tests/faults; run it in a checkout of the whole repository")
     if find_spec("xdist") is None:
         raise UserError("selftest faults: pytest and pytest-xdist are not installed; pip install -e '.[test]'")
+    if not Path("/proc").is_dir():
+        raise UserError("selftest faults: the processes of a run are found in /proc, which this system lacks; run it on Linux")
     command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--maxprocesses", "4", "tests/faults", "-k", " or ".join(chosen)]
     settings = {"FAULT_KILLS": kills, "FAULT_FLIPS": flips, "FAULT_SEED": seed, "FAULT_KEEP": "yes" if keep else ""}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
-    if subprocess.run(command, cwd=root, env=environment).returncode:
+    if keep:
+        command += ["--basetemp", tempfile.mkdtemp(prefix="repro_faults_")]
+        print(f"the checkouts stay in {command[-1]}", flush=True)
+    process = subprocess.Popen(command, cwd=root, env=environment)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # it came to pytest too, which ends what it started
+        process.wait()
+        raise
+    if code == 1:
         raise RunError("selftest faults: a run did not survive a fault as it should; the lines above say which fault, and what happened")
+    if code:
+        raise RunError(f"selftest faults: pytest ended with code {code}; the lines above say why")

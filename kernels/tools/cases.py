@@ -40,9 +40,11 @@ class Sizes:
 
     def tensor_bytes(self) -> tuple[int, int]:
         """The bytes of the inputs, and of the output, in bf16. Tensors whose size does not grow with T may be left out."""
+        raise NotImplementedError
 
     def flop_of(self, passes: str) -> int:
         """The FLOPs of `forward` or `backward` by the operator's own formulas."""
+        raise NotImplementedError
 
     def bytes(self, passes: str) -> int:
         """The least that must be read and written: inputs and output; then the inputs, the gradient of the output, and theirs."""
@@ -81,33 +83,42 @@ class Cases:
 
     def draw(self, seed: int, sizes: Any, device: Any = "cpu") -> list[Tensor]:
         """The inputs and the gradient dout of the output, fp64, of values that the low precisions have."""
+        raise NotImplementedError
 
     def bind(self, sizes: Any) -> Callable[..., Tensor]:
         """The public operator at these sizes, a function of INPUTS and a backend."""
+        raise NotImplementedError
 
     def arguments(self, inputs: Sequence[Tensor], sizes: Any) -> Any:
         """The arguments of the custom op: the inputs with the options that belong to these sizes."""
+        raise NotImplementedError
 
     def limit(self, name: str, dtype: torch.dtype, sizes: Any) -> float:
         """The largest relative error allowed for `out` or a gradient."""
+        raise NotImplementedError
 
     def ragged(self, interpreted: bool) -> list[Any]:
         """Sizes to check with every seed: full, short and missing blocks; for the interpreter, which is slow, fewer."""
+        raise NotImplementedError
 
     def variants(self) -> Iterator[tuple[str, Any]]:
         """(what is special, sizes) to check with one seed."""
+        raise NotImplementedError
 
     def shapes(self) -> list[Any]:
         """Sizes to time."""
+        raise NotImplementedError
 
     def layer_inputs(self, sizes: Any, device: torch.device) -> list[Tensor]:
         """Inputs as a layer gives them: activations in bf16, parameters in fp32."""
+        raise NotImplementedError
 
     def compile_time(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         """The sizes that a record of `resources` shows, the kernels' constants, and the arguments of their `configs`.
 
         By default they are those of the sizes that the tests and the tuning are about; operators add options for others.
         """
+        raise NotImplementedError
 
     def kernels(
         self, arguments: Any, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None

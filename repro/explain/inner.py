@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.ttt_linear.reference import InnerLearning
+from kernels.ttt_linear.reference import Arguments, InnerLearning
 
 from ..models.backbone import Grid, remove_tokens
-from ..models.ttt_mixer import Operands, replay_inner_learning
+from ..models.ttt_mixer import replay_inner_learning
 
 TOP_SHARE = 0.3  # of the tokens, which the paper marks
-Run = Callable[[Operands], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
+Run = Callable[[Arguments], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
 
 
 class OverrideTTTLinear(TorchDispatchMode):
@@ -23,20 +23,20 @@ class OverrideTTTLinear(TorchDispatchMode):
     FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
     """
 
-    def __init__(self, replacement: Callable[[Operands, Run], Tensor]):
+    def __init__(self, replacement: Callable[[Arguments, Run], Tensor]):
         super().__init__()
         self.replacement = replacement
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not torch.ops.vision_ttt.ttt_linear.default:
             return func(*args, **(kwargs or {}))
-        count = len(Operands._fields)
-        out = self.replacement(Operands(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
+        count = len(Arguments._fields)
+        out = self.replacement(Arguments(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
         return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
 
 
 @torch.no_grad()
-def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
+def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
     """Run a model in eval mode on inputs (N,3,H,W), and reduce what the inner learners of each of its L layers did.
 
     `reduce` maps the operands and the inner learning of a layer to (B, ...); the result is (N, L, ...).
@@ -46,7 +46,7 @@ def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Operands, 
     """
     layers: list[Tensor] = []
 
-    def note(operands: Operands, run: Run) -> Tensor:
+    def note(operands: Arguments, run: Run) -> Tensor:
         layers.append(reduce(operands, replay_inner_learning(operands)))
         return run(operands)
 

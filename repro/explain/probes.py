@@ -11,14 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.ttt_linear.reference import ttt_linear_dual
+from kernels.ttt_linear.reference import Arguments, ttt_linear_dual
 
-from ..models.ttt_mixer import Operands
 from .inner import Run
 
 KNOWN = "steps=K, ascent, q_is_k"
 # kind -> what it changes beside the number of steps, and what Liu et al. report
-_KINDS: dict[str, tuple[Callable[[Operands], Operands], str]] = {
+_KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "steps": (lambda o: o, "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)"),
     "ascent": (
         lambda o: o._replace(lr=-o.lr),
@@ -50,7 +49,7 @@ class Probe:
         self._change, self.reported = _KINDS[kind]
         self._before = self._after = self._count = 0.0
 
-    def __call__(self, operands: Operands, run: Run) -> Tensor:
+    def __call__(self, operands: Arguments, run: Run) -> Tensor:
         out, before, after = inner_loop(self._change(operands), self.steps)
         self._before += float(before.sum(dtype=torch.float64))
         self._after += float(after.sum(dtype=torch.float64))
@@ -64,7 +63,7 @@ class Probe:
         return self._before / self._count, self._after / self._count
 
 
-def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def inner_loop(operands: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one reached.
 
     All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns from the later
@@ -77,7 +76,7 @@ def inner_loop(operands: Operands, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
 
 
-def _one_direction(operands: Operands, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def _one_direction(operands: Arguments, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _, H, D = operands.q.shape
     # each image has its own state, so images become heads of one image
     tokens = *(x[:, :, r] for x in operands[:3]), operands.lr

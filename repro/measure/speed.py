@@ -99,11 +99,14 @@ def measure(spec: RowSpec) -> dict[str, Any]:
         return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
     if done.returncode == -signal.SIGKILL:
         return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
-    if done.returncode:
-        end = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+    row = None
+    with contextlib.suppress(IndexError, json.JSONDecodeError):
+        row = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode or not isinstance(row, dict):
+        end = f"exit code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
         last_line = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()
         raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -247,7 +250,8 @@ def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: i
     if device.type == "cuda":
         return samples, torch.cuda.max_memory_allocated(device) / 2**20, method
     # the memory of the model and its activations beyond the interpreter's
-    return samples, None if baseline_kib is None else (_status_kib("VmHWM") - baseline_kib) / 2**10, method
+    peak_kib = _status_kib("VmHWM")
+    return samples, None if baseline_kib is None or peak_kib is None else (peak_kib - baseline_kib) / 2**10, method
 
 
 def _warm_up(timed_step: Callable[[], float], steps: int, *, first_step_compiles: bool) -> None:

@@ -69,7 +69,7 @@ class Backbone(OperatorModel):
         patch_size: side of a patch in pixels; height and width of every image must be multiples of it.
         in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the head.
         num_classes: outputs of the head; 0 builds no head.
-        pool: the strategy that makes the class feature, which timm calls `global_pool`.
+        pool: the strategy of the class feature, which timm calls `global_pool`; the default `class_feature` is the mean whatever it says.
         drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly from 0 to it.
     """
 
@@ -245,7 +245,7 @@ def resample_positions(embedding: Tensor, before: Grid, after: Grid, rows: tuple
         return embedding
     patches = remove_tokens(embedding, rows)
     patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
-    return insert_tokens(patches, embedding[:, list(rows)], new_rows)
+    return insert_tokens(patches, embedding[:, list(rows)], new_rows) if rows else patches
 
 
 def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
@@ -299,5 +299,6 @@ def _register(model_class: type[Backbone], name: str, module: str, options: Mapp
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> Backbone:
         return create(model_class, name, pretrained, **{**options, **kwargs})
 
-    entrypoint.__name__, entrypoint.__module__ = name, module
-    register_model(entrypoint)
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__module__ = module
+    setattr(sys.modules[module], name, register_model(entrypoint))

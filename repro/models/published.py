@@ -135,13 +135,15 @@ def _only_cache_if_offline() -> Iterator[str | None]:
     """
     from huggingface_hub import constants
 
-    offline, logger = constants.HF_HUB_OFFLINE, logging.getLogger("timm.models")
+    offline, loggers = constants.HF_HUB_OFFLINE, [logging.getLogger(f"timm.models.{name}") for name in ("_builder", "_hub")]
     problem = "HF_HUB_OFFLINE is set" if offline else _find_hub_problem(constants.ENDPOINT)
-    level = logger.level
+    levels = [logger.level for logger in loggers]
     try:
         constants.HF_HUB_OFFLINE = problem is not None
-        logger.setLevel(logging.CRITICAL)
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         yield problem
     finally:
         constants.HF_HUB_OFFLINE = offline
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

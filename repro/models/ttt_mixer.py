@@ -3,19 +3,18 @@
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d), R directions (1 or 2), C chunk length.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
-from kernels.ttt_linear.reference import InnerLearning, ttt_linear_dual
+from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
 
 from .backbone import convolve_scans, init_linear, pad_for_scans
 
-# Table 3, in the paper's order: every snapshot has all parts of the previous ones, except W_q, which share_qk removes
+# Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
 DESIGNS: tuple[Design, ...] = get_args(Design)
@@ -41,27 +40,7 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> 
     return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
 
 
-class Operands(NamedTuple):
-    """The first operands of `torch.ops.vision_ttt.ttt_linear`, by the names of its schema: those of `kernels.ttt_linear`, for R directions.
-
-    q, k, v: (B,T,R,H,d). lr: (B,T,H). token_scale: (R,C). W0: (R,H,d,d). b0, ln_weight, ln_bias: (R,H,d). reverse: R flags.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lr: Tensor
-    token_scale: Tensor
-    W0: Tensor
-    b0: Tensor
-    ln_weight: Tensor
-    ln_bias: Tensor
-    chunk_size: int
-    reverse: Sequence[bool]
-    eps: float
-
-
-def replay_inner_learning(operands: Operands) -> InnerLearning:
+def replay_inner_learning(operands: Arguments) -> InnerLearning:
     """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference."""
     found = []
     for r, reverse in enumerate(operands.reverse):
@@ -153,7 +132,7 @@ class TTTMixer(nn.Module):
         z = self.post_norm(z.flatten(2))
         return self.out_proj(z if gate is None else gate * z)
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Operands]:
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Arguments]:
         """The gate (B, T, D) or None, and what the inner learners are given."""
         (B, T, _), (R, H, d) = x_BTD.shape, self.b0.shape
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
@@ -166,7 +145,7 @@ class TTTMixer(nn.Module):
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
         lr, chunk_size, reverse = self.learning_rate(x_BTD), self.chunk_size or T, (False, True)[:R]
         state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), self.b0, self.ln_weight, self.ln_bias
-        return gate, Operands(q, k, v, lr, *state, chunk_size, reverse, self.eps)
+        return gate, Arguments(q, k, v, lr, *state, chunk_size, reverse, self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for."""

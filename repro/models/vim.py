@@ -140,7 +140,7 @@ class Vim(Backbone):
     The official release carries the output of a block beside the residual, and adds it before the next norm with the drop path rate
     of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0, p), which is built here.
 
-    Arguments are those of `Backbone`.
+    Arguments are those of `Backbone` but for `pool`: the class token in the middle is the class feature.
     """
 
     def __init__(self, *, depth: int = 24, **kwargs: Any):

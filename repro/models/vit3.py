@@ -113,11 +113,11 @@ class ViT3(Backbone):
 
     Args:
         num_heads: heads of the inner gated linear unit.
-        kwargs: see `Backbone`.
+        kwargs: see `Backbone`; `pool` is always the mean.
     """
 
     def __init__(self, *, num_heads: int = 6, **kwargs: Any):
-        super().__init__(**kwargs)
+        super().__init__(pool="mean", **kwargs)
         self.num_heads = num_heads
         self.blocks = nn.ModuleList(ViT3Block(self.embed_dim, num_heads, rate) for rate in self.drop_path_rates)
         self.norm = nn.LayerNorm(self.embed_dim, eps=EPS)

@@ -145,11 +145,11 @@ class VRWKV(Backbone):
     Args:
         post_norm: norms after the mixers and a layer scale (S, B) instead of norms before them (T); see `VRWKVBlock`.
         gamma: initial value of the layer scale: 1 for S, 1e-5 for B.
-        kwargs: see `Backbone`. The release trains T, S and B with a drop path rate of 0, 0.3 and 0.5.
+        kwargs: see `Backbone`; `pool` is always the mean. The release trains T, S and B with a drop path rate of 0, 0.3 and 0.5.
     """
 
     def __init__(self, *, post_norm: bool = False, gamma: float = 1.0, **kwargs: Any):
-        super().__init__(**kwargs)
+        super().__init__(pool="mean", **kwargs)
         C, depth = self.embed_dim, self.depth
         self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1], C))
         self.blocks = nn.ModuleList(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.config import load_section, params_hash, section_keys
 from ..core.csvfile import read_csv, write_csv
-from ..core.errors import UserError
+from ..core.errors import RunError, UserError
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
@@ -136,10 +136,10 @@ def train_cell(cell: Cell) -> None:
 def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
     """Write the speed of a cell's training, with which `repro plan` counts, to results/measured/<slug>/<stage>/<cell>.json.
 
-    It is that of the first of the seeds, given in order, that has one: a seed that an earlier call trained to its last step has none.
-    It differs from run to run, so it is not an output of the graph.
+    It is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call trained has none. It
+    differs from run to run, so it is not an output of the graph.
     """
-    speed = next((speed for speed in speeds if speed["throughput_img_per_s"] is not None), speeds[0])
+    speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
     of = {"model": cell.params.model, "options": cell.params.options, "processes": cell.ranks.world_size}
     write_record(cell.paths.measured(slug) / cell.stage, of | dict(speed), identity, seconds, name=cell.name)
 
@@ -217,7 +217,10 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
     if (first := outcomes.get(cell.params.seeds[0])) is not None:
         for part in ("snapshots", "examples"):
             shutil.rmtree(cell.folder / part, ignore_errors=True)
-        shutil.copytree(first.folder, cell.folder, dirs_exist_ok=True)
+        try:
+            shutil.copytree(first.folder, cell.folder, dirs_exist_ok=True)
+        except shutil.Error as error:  # of each failure it has both paths and the reason
+            raise RunError("{1}: {2}".format(*error.args[0][0])) from None
     write_csv(curve, rows)
 
 

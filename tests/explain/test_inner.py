@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import repro.models  # noqa: F401
+from kernels.ttt_linear.reference import Arguments
 from repro.explain.inner import (
     OverrideTTTLinear,
     compute_gradient_maps,
@@ -14,7 +15,6 @@ from repro.explain.inner import (
     mark_tokens,
     select_top_tokens,
 )
-from repro.models.ttt_mixer import Operands
 
 
 def nano(**options):
@@ -36,7 +36,7 @@ def calls_of(model, images):
     return found
 
 
-def by_autograd(o: Operands, image: int, r: int, h: int):
+def by_autograd(o: Arguments, image: int, r: int, h: int):
     """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head: loss by definition, gradient by autograd, in fp64."""
     k, v, lr = (x.double() for x in (o.k[image, :, r, h], o.v[image, :, r, h], o.lr[image, :, h]))
     W, b, gamma, mu = (x[r, h].double() for x in (o.W0, o.b0, o.ln_weight, o.ln_bias))
@@ -77,7 +77,7 @@ def test_maps_and_losses_are_those_of_autograd(options):
 
 def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unchanged():
     names = [argument.name for argument in torch.ops.vision_ttt.ttt_linear.default._schema.arguments]
-    assert tuple(names[: len(Operands._fields)]) == Operands._fields
+    assert tuple(names[: len(Arguments._fields)]) == Arguments._fields
     model, images = nano(), torch.randn(3, 3, 48, 48)
     with torch.no_grad():
         alone = model(images)

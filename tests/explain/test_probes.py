@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 import repro.models  # noqa: F401
 from kernels import ttt_linear, ttt_linear_bidir
+from kernels.ttt_linear.reference import Arguments
 from repro.explain.inner import OverrideTTTLinear
 from repro.explain.probes import Probe, inner_loop
-from repro.models.ttt_mixer import Operands
 
 B, T, H, D, CHUNK = 2, 11, 3, 8, 4  # a short last chunk
 
@@ -21,7 +21,7 @@ def operands():
     lr, scale = torch.rand(B, T, H, dtype=torch.float64) / D, 1 / torch.arange(1, CHUNK + 1, dtype=torch.float64).repeat(2, 1)
     W0, b0 = 0.2 * torch.randn(2, H, D, D, dtype=torch.float64), 0.2 * torch.randn(2, H, D, dtype=torch.float64)
     gamma, mu = 1 + 0.2 * torch.randn(2, H, D, dtype=torch.float64), 0.2 * torch.randn(2, H, D, dtype=torch.float64)
-    return Operands(q, k, v, lr, scale, W0, b0, gamma, mu, CHUNK, [False, True], 1e-6)
+    return Arguments(q, k, v, lr, scale, W0, b0, gamma, mu, CHUNK, [False, True], 1e-6)
 
 
 def run(o):

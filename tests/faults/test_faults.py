@@ -64,7 +64,7 @@ def test_a_killed_run_of_two_processes_ends_with_the_same_bytes(lab, share):
 
 def test_a_signal_to_the_launcher_stops_two_processes_which_end_with_the_same_bytes(lab):
     assert lab.begun_by_two and lab.whole[2].device.endswith(", 2 processes")
-    lab.finish_run(lab.stop_run(signal.SIGTERM, 143, processes=2), 2)
+    assert lab.finish_run(lab.stop_run(signal.SIGTERM, 143, processes=2), 2) > 0
 
 
 def test_a_run_of_two_processes_is_not_continued_by_one(lab):
@@ -73,7 +73,7 @@ def test_a_run_of_two_processes_is_not_continued_by_one(lab):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
-    lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code)))
+    assert lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code))) > 0
 
 
 def require_loaded(wanted: Path, newest: Path, change: Callable[[], Any]) -> None:

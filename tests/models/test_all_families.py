@@ -1,6 +1,7 @@
 """What holds for every family: timm's interface, the PlainBackbone protocol, independence of images, and torch.compile."""
 
 import os
+import sys
 
 import pytest
 import timm
@@ -69,6 +70,19 @@ def test_any_grid_and_the_protocol(family, options, size):
 def test_sizes_off_the_patch_grid_are_refused(family, size):
     with pytest.raises(ValueError, match="multiples of the patch size 16"):
         shaken(nano(family, depth=1))(torch.randn(1, 3, *size))
+
+
+@pytest.mark.parametrize(("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv")), *((f, "chunks") for f in OWN)])
+def test_an_option_that_changes_nothing_is_refused(family, option):
+    with pytest.raises(TypeError, match=f"argument '{option}'"):
+        nano(family, **{option: "max"})
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_entry_points_are_functions_of_the_familys_module(family):
+    module = sys.modules[f"repro.models.{family}"]
+    assert set(module.__all__) == {f"{family}_{size}" for size in SIZES}
+    assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 
 @pytest.mark.parametrize("family", ["vittt", "vrwkv"])

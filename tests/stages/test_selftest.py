@@ -1,6 +1,7 @@
 """`repro selftest faults` hands its options to the tests of tests/faults."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ def test_the_chosen_faults_are_done_as_often_as_asked():
     command = [sys.executable, "-m", "repro", "selftest", "faults", "--only", "kill,batch", "--kills", "3"]
     environment = os.environ | {"PYTEST_ADDOPTS": "--collect-only -qq"}  # they run in tests/faults
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0 and "9/32 tests collected" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and re.search(r"\b9/\d+ tests collected", done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("group", GROUPS)
