@@ -21,7 +21,7 @@ from .variants import find_shown
 from .verdicts import KINDS, MATCHED, NOT_MEASURED, Verdict, describe_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
-Fact = tuple[Piece, Piece, Piece | Line]  # what, ours, and its device, profile and scope
+Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and its device, profile and scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Line, Table]
     facts: list[Fact] = []
     if readme and (pipeline := results.paths.results / PIPELINE_FILE).is_file():
         noted = read_json(pipeline)
-        facts.append((code("make reproduce"), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
+        facts.append((("the stages of ", code("make reproduce")), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
     for question in paper.questions:
         own = [report.verdicts[name] for name in question.find(paper.ledger)]
         if not readme or any(verdict.ours is not None for verdict in own):

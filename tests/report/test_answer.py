@@ -147,7 +147,10 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the
         if gone:
             gone.unlink()
         run(ReportParams(), checkout.paths, html=False)
-        assert f"| `make reproduce` | 2 min | {checkout.CPU}; the mini profile |" in (checkout.paths.root / "README.md").read_text()
+        assert (
+            f"| the stages of `make reproduce` | 2 min | {checkout.CPU}; the mini profile |"
+            in (checkout.paths.root / "README.md").read_text()
+        )
     assert read_json(checkout.paths.results / "pipeline.json")["seconds"] == 121
 
 
