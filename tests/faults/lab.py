@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from repro.core.hashing import FIRST_PARTY
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +163,8 @@ class Checkout:
         for name in ["weights.safetensors", "curve.csv", *snapshots]:
             ours, theirs = self.results / name, whole.results / name
             assert ours.is_file(), f"{ours}: is missing"
-            assert ours.read_bytes() == theirs.read_bytes(), f"{ours}: differs from the uninterrupted run's"
+            if ours.read_bytes() != theirs.read_bytes():
+                raise AssertionError(f"{ours}: differs from the uninterrupted run's{_describe_difference(ours, theirs)}")
 
 
 class Lab:
@@ -302,3 +305,11 @@ def kill_all_in(folder: Path) -> None:
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
         time.sleep(0.02 * found)
+
+
+def _describe_difference(ours: Path, theirs: Path) -> str:
+    """The largest difference of two weights files, as the end of a message; nothing for another file, or an unreadable one."""
+    with contextlib.suppress(Exception):
+        a, b = load_file(ours), load_file(theirs)
+        return f", by {max(float((a[name].double() - b[name].double()).abs().max()) for name in b):.3g} at most"
+    return ""
