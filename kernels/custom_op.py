@@ -5,6 +5,7 @@ Which of the backends `torch` and `triton` runs is decided inside it, from devic
 them, are imported nowhere else. The backend `reference` is plain operations under autograd.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -164,8 +165,8 @@ class CustomOp:
         arguments = [next(saved) if is_tensor else other for other, is_tensor in zip(ctx.others, self._is_tensor, strict=True)]
         gradients: Iterator[Tensor] = iter(self.backward(dout, *results, *arguments, ctx.backend))
         aligned = [next(gradients) if is_tensor else None for is_tensor in self._is_tensor]
-        # the backend and keep_states have no gradient
-        return *(x if needed else None for x, needed in zip(aligned, ctx.needs_input_grad, strict=False)), None, *[None] * self._has_states
+        # the last inputs, the backend and keep_states, have no gradient
+        return tuple(x if needed else None for x, needed in itertools.zip_longest(aligned, ctx.needs_input_grad))
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")

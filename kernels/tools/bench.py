@@ -81,7 +81,7 @@ def _measured(
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return row | {"status": "oom"} | failure(error)
-    except Exception as error:  # whatever other people's code raises costs one row and not an hour of measuring
+    except Exception as error:  # whatever an implementation raises, ours or a peer, it costs its own row and not an hour of measuring
         return row | {"status": "failed"} | failure(error)
 
 

@@ -3,6 +3,7 @@
 A new operator is checked, timed, compiled and tested once its `Cases` stand in `operators.OPERATORS`.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,19 +33,19 @@ Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """One shape: B samples, T tokens, and what an operator adds, with the two methods that have no body here."""
+class Sizes(abc.ABC):
+    """One shape: B samples, T tokens, and what an operator adds."""
 
     batch: int = BATCH
     tokens: int
 
+    @abc.abstractmethod
     def tensor_bytes(self) -> tuple[int, int]:
         """The bytes of the inputs, and of the output, in bf16. Tensors whose size does not grow with T may be left out."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def flop_of(self, passes: str) -> int:
         """The FLOPs of `forward` or `backward` by the operator's own formulas."""
-        raise NotImplementedError
 
     def bytes(self, passes: str) -> int:
         """The least that must be read and written: inputs and output; then the inputs, the gradient of the output, and theirs."""
@@ -57,8 +58,8 @@ class Sizes:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Cases:
-    """The cases of one operator. The methods without a body are each operator's own."""
+class Cases(abc.ABC):
+    """The cases of one operator."""
 
     NAME: str
     op: ModuleType
@@ -81,44 +82,44 @@ class Cases:
     TYPES: Mapping[str, str] = dataclasses.field(default_factory=dict)
     COMPILED: Sequence[Mapping[str, Any]] = ({},)  # the options of `compile_time` that `resources` compiles
 
+    @abc.abstractmethod
     def draw(self, seed: int, sizes: Any, device: Any = "cpu") -> list[Tensor]:
         """The inputs and the gradient dout of the output, fp64, of values that the low precisions have."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def bind(self, sizes: Any) -> Callable[..., Tensor]:
         """The public operator at these sizes, a function of INPUTS and a backend."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def arguments(self, inputs: Sequence[Tensor], sizes: Any) -> Any:
         """The arguments of the custom op: the inputs with the options that belong to these sizes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def limit(self, name: str, dtype: torch.dtype, sizes: Any) -> float:
         """The largest relative error allowed for `out` or a gradient."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ragged(self, interpreted: bool) -> list[Any]:
         """Sizes to check with every seed: full, short and missing blocks; for the interpreter, which is slow, fewer."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def variants(self) -> Iterator[tuple[str, Any]]:
         """(what is special, sizes) to check with one seed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def shapes(self) -> list[Any]:
         """Sizes to time."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def layer_inputs(self, sizes: Any, device: torch.device) -> list[Tensor]:
         """Inputs as a layer gives them: activations in bf16, parameters in fp32."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def compile_time(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         """The sizes that a record of `resources` shows, the kernels' constants, and the arguments of their `configs`.
 
         By default they are those of the sizes that the tests and the tuning are about; operators add options for others.
         """
-        raise NotImplementedError
 
     def kernels(
         self, arguments: Any, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None

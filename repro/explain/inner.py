@@ -13,11 +13,11 @@ from ..models.backbone import Grid, remove_tokens
 from ..models.ttt_mixer import replay_inner_learning
 
 TOP_SHARE = 0.3  # of the tokens, which the paper marks
-Run = Callable[[Arguments], Tensor]  # the operator itself: operands -> out (B,T,R,H,D)
+Run = Callable[[Arguments], Tensor]  # the operator itself: arguments -> out (B,T,R,H,D)
 
 
 class OverrideTTTLinear(TorchDispatchMode):
-    """Within the context, `replacement(operands, run)` computes the output of every call of TTT-Linear; only without gradients.
+    """Within the context, `replacement(arguments, run)` computes the output of every call of TTT-Linear; only without gradients.
 
     No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can intercept, as
     FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
@@ -31,7 +31,7 @@ class OverrideTTTLinear(TorchDispatchMode):
         if func is not torch.ops.vision_ttt.ttt_linear.default:
             return func(*args, **(kwargs or {}))
         count = len(Arguments._fields)
-        out = self.replacement(Arguments(*args[:count]), lambda operands: func(*operands, *args[count:])[0])
+        out = self.replacement(Arguments(*args[:count]), lambda arguments: func(*arguments, *args[count:])[0])
         return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
 
 
@@ -39,16 +39,16 @@ class OverrideTTTLinear(TorchDispatchMode):
 def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
     """Run a model in eval mode on inputs (N,3,H,W), and reduce what the inner learners of each of its L layers did.
 
-    `reduce` maps the operands and the inner learning of a layer to (B, ...); the result is (N, L, ...).
+    `reduce` maps the arguments and the inner learning of a layer to (B, ...); the result is (N, L, ...).
 
     Raises:
         ValueError: the model never calls the operator.
     """
     layers: list[Tensor] = []
 
-    def note(operands: Arguments, run: Run) -> Tensor:
-        layers.append(reduce(operands, replay_inner_learning(operands)))
-        return run(operands)
+    def note(arguments: Arguments, run: Run) -> Tensor:
+        layers.append(reduce(arguments, replay_inner_learning(arguments)))
+        return run(arguments)
 
     batches = []
     for part in images.split(batch_size):
@@ -109,4 +109,4 @@ def compute_reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:
     Only the forward scan counts. For the inputs and errors of `compute_gradient_maps` the losses are (L, T), in scan order, with class
     tokens in their places.
     """
-    return reduce_layers(model, images, lambda operands, inner: inner.loss[:, :, 0].mean(-1)).mean(0)
+    return reduce_layers(model, images, lambda arguments, inner: inner.loss[:, :, 0].mean(-1)).mean(0)

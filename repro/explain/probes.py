@@ -49,8 +49,8 @@ class Probe:
         self._change, self.reported = _KINDS[kind]
         self._before = self._after = self._count = 0.0
 
-    def __call__(self, operands: Arguments, run: Run) -> Tensor:
-        out, before, after = inner_loop(self._change(operands), self.steps)
+    def __call__(self, arguments: Arguments, run: Run) -> Tensor:
+        out, before, after = inner_loop(self._change(arguments), self.steps)
         self._before += float(before.sum(dtype=torch.float64))
         self._after += float(after.sum(dtype=torch.float64))
         self._count += before.numel()
@@ -63,7 +63,7 @@ class Probe:
         return self._before / self._count, self._after / self._count
 
 
-def inner_loop(operands: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one reached.
 
     All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns from the later
@@ -72,23 +72,23 @@ def inner_loop(operands: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]
     Returns:
         out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state of its chunk.
     """
-    found = [_one_direction(operands, r, steps) for r in range(len(operands.reverse))]
+    found = [_one_direction(arguments, r, steps) for r in range(len(arguments.reverse))]
     return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
 
 
-def _one_direction(operands: Arguments, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    B, T, _, H, D = operands.q.shape
+def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, _, H, D = arguments.q.shape
     # each image has its own state, so images become heads of one image
-    tokens = *(x[:, :, r] for x in operands[:3]), operands.lr
-    q, k, v, lr = (x.flip(1) if operands.reverse[r] else x for x in tokens)
+    tokens = *(x[:, :, r] for x in arguments[:3]), arguments.lr
+    q, k, v, lr = (x.flip(1) if arguments.reverse[r] else x for x in tokens)
     q, k, v, lr = (x.transpose(0, 1).reshape(1, T, B * H, *x.shape[3:]) for x in (q, k, v, lr))
-    c = operands.token_scale[r]
-    W, b, gamma, mu = (x[r].repeat(B, *[1] * (x.ndim - 2)) for x in operands[5:9])
+    c = arguments.token_scale[r]
+    W, b, gamma, mu = (x[r].repeat(B, *[1] * (x.ndim - 2)) for x in arguments[5:9])
     outs, before, after = [], [], []
-    for start in range(0, T, operands.chunk_size):
-        Q, K, V, rate = (x[:, start : start + operands.chunk_size] for x in (q, k, v, lr))
+    for start in range(0, T, arguments.chunk_size):
+        Q, K, V, rate = (x[:, start : start + arguments.chunk_size] for x in (q, k, v, lr))
         n = K.shape[1]
-        learn = functools.partial(ttt_linear_dual, Q, K, V, rate, c[:n], chunk_size=n, eps=operands.eps, return_inner=True)
+        learn = functools.partial(ttt_linear_dual, Q, K, V, rate, c[:n], chunk_size=n, eps=arguments.eps, return_inner=True)
         out, inner = learn(W, b, gamma, mu)
         before.append(inner.loss)
         for _ in range(steps):
@@ -99,4 +99,4 @@ def _one_direction(operands: Arguments, r: int, steps: int) -> tuple[Tensor, Ten
         outs.append(last)
         after.append(inner.loss)
     joined = (torch.cat(parts, 1).view(T, B, H, *parts[0].shape[3:]).transpose(0, 1) for parts in (outs, before, after))
-    return tuple(x.flip(1) if operands.reverse[r] else x for x in joined)
+    return tuple(x.flip(1) if arguments.reverse[r] else x for x in joined)

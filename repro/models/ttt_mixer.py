@@ -40,13 +40,13 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> 
     return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
 
 
-def replay_inner_learning(operands: Arguments) -> InnerLearning:
+def replay_inner_learning(arguments: Arguments) -> InnerLearning:
     """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference."""
     found = []
-    for r, reverse in enumerate(operands.reverse):
-        q, k, v = (x[:, :, r] for x in operands[:3])
-        options = {"chunk_size": operands.chunk_size, "reverse": reverse, "eps": operands.eps, "return_inner": True}
-        found.append(ttt_linear_dual(q, k, v, operands.lr, *(x[r] for x in operands[4:9]), **options)[1])
+    for r, reverse in enumerate(arguments.reverse):
+        q, k, v = (x[:, :, r] for x in arguments[:3])
+        options = {"chunk_size": arguments.chunk_size, "reverse": reverse, "eps": arguments.eps, "return_inner": True}
+        found.append(ttt_linear_dual(q, k, v, arguments.lr, *(x[r] for x in arguments[4:9]), **options)[1])
     return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
 
@@ -121,13 +121,13 @@ class TTTMixer(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
-        gate, operands = self._project(x_BTD)
-        options = {"chunk_size": operands.chunk_size, "eps": self.eps, "backend": self.backend}
+        gate, arguments = self._project(x_BTD)
+        options = {"chunk_size": arguments.chunk_size, "eps": self.eps, "backend": self.backend}
         if self.directions == 1:
-            q, k, v = (x[:, :, 0] for x in operands[:3])
-            z = ttt_linear(q, k, v, operands.lr, *(x[0] for x in operands[4:9]), **options)
+            q, k, v = (x[:, :, 0] for x in arguments[:3])
+            z = ttt_linear(q, k, v, arguments.lr, *(x[0] for x in arguments[4:9]), **options)
         else:
-            both = ttt_linear_bidir(*operands[:9], **options)
+            both = ttt_linear_bidir(*arguments[:9], **options)
             z = both[:, :, 0] + both[:, :, 1]
         z = self.post_norm(z.flatten(2))
         return self.out_proj(z if gate is None else gate * z)

@@ -56,22 +56,23 @@ def readme_blocks(report: Report) -> dict[str, str]:
 
 
 def note_pipeline(report: Report) -> None:
-    """Write results/pipeline.json: the seconds of all stages together, and the device and profile of those that train.
+    """Write results/pipeline.json: the seconds of all stages together, their commits, and the device and profile of those that train.
 
     The seconds of each stage lie beside its record, where Git does not keep them. Where one is missing or damaged, as on a fresh clone,
     the file stays as it is.
     """
-    # that of the machine itself is no record of results
+    # the record of the machine has no code hash, and is none of results
     own = [source for source in report.results.sources if source.stage is not None and "code_hash" in source.identity]
     files = [report.results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
     try:
         seconds = sum(read_json(file)["seconds"] for file in files)
-    except UserError:
+    except (UserError, LookupError, TypeError):
         return
     origin = describe_origin([source for source in own if source.is_trained], report.named)
-    write_json(report.results.paths.results / PIPELINE_FILE, {"seconds": round(seconds), "origin": origin})
+    noted = {"seconds": round(seconds), "origin": origin, "commits": sorted({str(source.identity["parent_commit"]) for source in own})}
+    write_json(report.results.paths.results / PIPELINE_FILE, noted)
 
 
 def draw_contest(report: Report, folder: Path) -> None:

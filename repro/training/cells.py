@@ -219,8 +219,9 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
             shutil.rmtree(cell.folder / part, ignore_errors=True)
         try:
             shutil.copytree(first.folder, cell.folder, dirs_exist_ok=True)
-        except shutil.Error as error:  # of each failure it has both paths and the reason
-            raise RunError("{1}: {2}".format(*error.args[0][0])) from None
+        except shutil.Error as error:  # it lists every failure
+            _, target, reason = error.args[0][0]
+            raise RunError(f"{target}: {reason}") from None
     write_csv(curve, rows)
 
 

@@ -262,11 +262,11 @@ def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> di
         before = read_json(note)
         changed = next((file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None)
         if changed is not None:
-            raise UserError(f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start anew")
+            raise UserError(f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start again")
         if before["processes"] != processes:
             raise UserError(
                 f"{state}: the run was stopped with {before['processes']} process(es), and now there are {processes}; take the same "
-                "number, or remove the folder to start anew"
+                "number, or remove the folder to start again"
             )
     return found
 

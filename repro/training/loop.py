@@ -281,11 +281,11 @@ def _restore(checkpointer: Checkpointer, training: TrainingState, ranks: Ranks) 
     except torch.OutOfMemoryError:  # a RuntimeError that says nothing against the state
         raise
     except (RuntimeError, ValueError, KeyError):
-        raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start anew") from None
+        raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start again") from None
     if saved["accumulate"] != training.accumulate:
         raise UserError(
             f"{checkpointer.folder}: the run was stopped with its batches cut into {saved['accumulate']} part(s), and now they are cut into "
-            f"{training.accumulate}; set the same runtime.micro_batch, or remove the folder to start anew"
+            f"{training.accumulate}; set the same runtime.micro_batch, or remove the folder to start again"
         )
     own = everyone[ranks.rank]
     set_rng_state(own["rng"])

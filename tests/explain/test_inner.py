@@ -31,7 +31,7 @@ def nano(**options):
 
 def calls_of(model, images):
     found = []
-    with torch.no_grad(), OverrideTTTLinear(lambda operands, run: found.append(operands) or run(operands)):
+    with torch.no_grad(), OverrideTTTLinear(lambda arguments, run: found.append(arguments) or run(arguments)):
         model(images)
     return found
 
@@ -81,9 +81,9 @@ def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unch
     model, images = nano(), torch.randn(3, 3, 48, 48)
     with torch.no_grad():
         alone = model(images)
-        with OverrideTTTLinear(lambda operands, run: run(operands)):
+        with OverrideTTTLinear(lambda arguments, run: run(arguments)):
             assert torch.equal(model(images), alone)
-        with OverrideTTTLinear(lambda operands, run: torch.zeros_like(operands.q)):
+        with OverrideTTTLinear(lambda arguments, run: torch.zeros_like(arguments.q)):
             assert not torch.allclose(model(images), alone)
         assert torch.equal(model(images), alone)
 

@@ -15,7 +15,7 @@ B, T, H, D, CHUNK = 2, 11, 3, 8, 4  # a short last chunk
 
 
 @pytest.fixture
-def operands():
+def arguments():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, T, 2, H, D, dtype=torch.float64)
     lr, scale = torch.rand(B, T, H, dtype=torch.float64) / D, 1 / torch.arange(1, CHUNK + 1, dtype=torch.float64).repeat(2, 1)
@@ -28,16 +28,16 @@ def run(o):
     return ttt_linear_bidir(*o[:9], chunk_size=o.chunk_size, eps=o.eps)
 
 
-def test_one_step_is_the_operator(operands):
-    torch.testing.assert_close(inner_loop(operands, 1)[0], run(operands))
-    torch.testing.assert_close(Probe("ascent")(operands, run), run(operands._replace(lr=-operands.lr)))
-    torch.testing.assert_close(Probe("q_is_k")(operands, run), run(operands._replace(q=operands.k)))
+def test_one_step_is_the_operator(arguments):
+    torch.testing.assert_close(inner_loop(arguments, 1)[0], run(arguments))
+    torch.testing.assert_close(Probe("ascent")(arguments, run), run(arguments._replace(lr=-arguments.lr)))
+    torch.testing.assert_close(Probe("q_is_k")(arguments, run), run(arguments._replace(q=arguments.k)))
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_more_steps_are_descent_on_the_chunk(operands, steps):
+def test_more_steps_are_descent_on_the_chunk(arguments, steps):
     """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's for the chunk, from the state before the last step."""
-    o = operands
+    o = arguments
     out, before, after = inner_loop(o, steps)
     for image, r, h in ((0, 0, 0), (1, 1, 2)):
         order = list(range(T - 1, -1, -1)) if o.reverse[r] else list(range(T))
@@ -63,11 +63,11 @@ def test_more_steps_are_descent_on_the_chunk(operands, steps):
             torch.testing.assert_close(after[image, chunk, r, h], losses(W, b, chunk))
 
 
-def test_steps_lower_the_inner_loss_and_ascent_raises_it(operands):
+def test_steps_lower_the_inner_loss_and_ascent_raises_it(arguments):
     found = {}
     for name in ("steps=1", "steps=4", "ascent"):
         probe = Probe(name)
-        probe(operands, run)
+        probe(arguments, run)
         found[name] = probe.inner_losses()
     assert found["steps=4"][1] < found["steps=1"][1] < found["steps=1"][0]
     assert found["ascent"][1] > found["ascent"][0]

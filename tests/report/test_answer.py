@@ -151,7 +151,8 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the
             f"| the stages of `make reproduce` | 2 min | {checkout.CPU}; the mini profile |"
             in (checkout.paths.root / "README.md").read_text()
         )
-    assert read_json(checkout.paths.results / "pipeline.json")["seconds"] == 121
+    noted = read_json(checkout.paths.results / "pipeline.json")
+    assert noted["seconds"] == 121 and noted["commits"] == ["0123456789abcdef"]
 
 
 @pytest.mark.parametrize("name", ["results", "picture"])

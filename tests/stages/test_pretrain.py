@@ -61,7 +61,7 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     folder = cell.state_folder(0)
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
     code, _, err = repro_cli("pretrain", "--cell", "nano")
-    assert code == 2 and err == f"repro: {folder}: holds the state of another model; remove the folder to start anew\n"
+    assert code == 2 and err == f"repro: {folder}: holds the state of another model; remove the folder to start again\n"
 
 
 def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, repro_cli):

@@ -13,7 +13,7 @@ from ..kinds import KINDS
 from ..pixels import read_labels
 from ..settings import SPLITS, ExpectedCounts
 from ..tree import list_entries
-from .run import Depth, describe_sample, draw_sample, run_parallel
+from .run import Depth, describe_extent, draw_sample, run_parallel
 
 _SHIFTED = "labels were already shifted down by one (0 to 255), which training does by itself"
 
@@ -52,7 +52,7 @@ def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts
     _report_by_advice(faults, report)
     if chosen and not faults:
         total = sum(len(instances.names) for instances in found.values())
-        report.ok(root, f"images decode and have the annotations' sizes, {describe_sample(len(chosen), total, depth)}")
+        report.ok(root, f"images decode and have the annotations' sizes, {describe_extent(len(chosen), total, depth)}")
 
 
 def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts | None = ADE20K) -> None:
@@ -86,7 +86,7 @@ def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: Expected
     if items and not faults:
         total = sum(map(len, pairs.values()))
         report.ok(base, f"label maps have 8 bits, values in {min(values)}..{max(values)} (0: unlabelled), sizes of their images")
-        report.ok(base, f"images and label maps decode, {describe_sample(len(items), total, depth)}")
+        report.ok(base, f"images and label maps decode, {describe_extent(len(items), total, depth)}")
 
 
 def check_scenes(root: Path, report: Report, depth: Depth) -> None:

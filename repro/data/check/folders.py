@@ -16,7 +16,7 @@ from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
 from ..pixels import explain_error
 from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
-from .run import Depth, describe_sample, draw_sample, run_parallel
+from .run import Depth, describe_extent, draw_sample, run_parallel
 
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _TRAIN_NAME = re.compile(r"(n\d{8})_")
@@ -144,7 +144,7 @@ def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
     report.errors([(tree.path(*one), problem) for one, problem in bad], advice)
     for split, places in picked.items():
         damaged = sum(of == split for (of, _), _ in bad)
-        decoded = describe_sample(len(places), len(full[split]), depth)
+        decoded = describe_extent(len(places), len(full[split]), depth)
         if places and not damaged:
             report.ok(tree.root / split, f"images decode, {decoded}")
         elif damaged and len(places) < len(full[split]):

@@ -76,7 +76,7 @@ def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
     return {split: chosen[split] for split in sizes}
 
 
-def describe_sample(chosen: int, total: int, depth: Depth) -> str:
+def describe_extent(chosen: int, total: int, depth: Depth) -> str:
     """`all 50,000`, or `1,000 of 50,000` and how to check the rest."""
     return f"all {total:,}" if chosen == total else f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
 
