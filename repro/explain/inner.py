@@ -42,7 +42,7 @@ def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments,
     `reduce` maps the arguments and the inner learning of a layer to (B, ...); the result is (N, L, ...).
 
     Raises:
-        ValueError: the model never calls the operator.
+        ValueError: the model never calls the operator, or calls it for each direction of a layer.
     """
     layers: list[Tensor] = []
 
@@ -57,6 +57,8 @@ def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments,
             model(part)
         if not layers:
             raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")
+        if len(layers) != len(model.blocks):
+            raise ValueError("the reading learning_rate=per_direction runs each direction by itself, which cannot be drawn")
         batches.append(torch.stack(layers, 1))
     return torch.cat(batches)
 

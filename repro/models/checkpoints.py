@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from .published import Published, build_published, find_published, is_from_timm
+from .reading import Reading
 from .registry import build_model, family_module
 from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
 
@@ -253,6 +254,8 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
 def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are part of the architecture, as they come back from JSON."""
     kept = {key: value for key, value in options.items() if key not in _OF_THE_TRAINING}
+    if (reading := str(Reading.of(kept.pop("reading", "")))) != "":
+        kept["reading"] = reading
     return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
+from kernels.ttt_linear.op import one_direction
 from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
 
 from .backbone import convolve_scans, init_linear, pad_for_scans
+from .reading import Reading
 
 # Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
@@ -20,13 +22,21 @@ W0Mode = Literal["per_direction", "shared", "frozen"]
 DESIGNS: tuple[Design, ...] = get_args(Design)
 W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
-CONV_KERNEL = 4
-ETA_BASE = 1.0
-
 
 def design_has(design: Design, part: Design) -> bool:
     """Whether a design of the paper's route (Table 3) has the part that the design `part` introduces."""
     return DESIGNS.index(design) >= DESIGNS.index(part)
+
+
+def conv1d_names(design: Design, reading: Reading) -> tuple[str, ...]:
+    """Which Conv1d a design has: `conv_k`, `conv_q`, both or none."""
+    if not (design_has(design, "conv1d") or (design_has(design, "gating") and reading.conv1d_arrival != "together")):
+        return ()
+    if reading.conv1d_count == 1:
+        return ("conv_k",)
+    if design_has(design, "conv1d"):
+        return "conv_k", "conv_q"
+    return ("conv_k" if reading.conv1d_arrival == "key_with_gate" else "conv_q",)
 
 
 def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> int:
@@ -40,18 +50,25 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> 
     return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
 
 
+def rate_of(arguments: Arguments, r: int) -> Tensor:
+    """The inner learning rates (B, T, H) of a direction, of a mixer whose directions may have their own: (B, T, R, H)."""
+    return arguments.lr if arguments.lr.ndim == 3 else arguments.lr[:, :, r]
+
+
 def replay_inner_learning(arguments: Arguments) -> InnerLearning:
     """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference."""
     found = []
     for r, reverse in enumerate(arguments.reverse):
         q, k, v = (x[:, :, r] for x in arguments[:3])
         options = {"chunk_size": arguments.chunk_size, "reverse": reverse, "eps": arguments.eps, "return_inner": True}
-        found.append(ttt_linear_dual(q, k, v, arguments.lr, *(x[r] for x in arguments[4:9]), **options)[1])
+        found.append(ttt_linear_dual(q, k, v, rate_of(arguments, r), *(x[r] for x in arguments[4:9]), **options)[1])
     return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
 
 class TTTMixer(nn.Module):
     """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
+
+    Every reading runs on every backend: a target v is the operator's v − k for v + k, and an output without q is the operator's minus q.
 
     Args:
         dim: width D.
@@ -61,6 +78,7 @@ class TTTMixer(nn.Module):
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
         eps: of the inner and the outer LayerNorms.
+        reading: how the paper is read where it leaves a choice.
     """
 
     def __init__(
@@ -73,95 +91,136 @@ class TTTMixer(nn.Module):
         chunk_size: int = 16,
         w0: W0Mode = "per_direction",
         eps: float = 1e-6,
+        reading: Reading = Reading(),
     ):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
-        self.chunk_size, self.eps, self.backend = chunk_size, eps, "auto"
+        self.chunk_size, self.eps, self.backend, self.reading = chunk_size, eps, "auto", reading
+        self.built_chunk = chunk_size or num_tokens
         self.directions = 2 if design_has(design, "dual") else 1
         self.separate_q = not design_has(design, "share_qk")
         self.has_gate = design_has(design, "gating")
-        self.has_conv1d = design_has(design, "conv1d")
+        # Eq. 11 and 12 gate what Conv1d gives, Algorithm 1 what the norm gives
+        self.gate_on_conv1d = reading.gate_input == "conv1d" and bool(conv1d_names(design, reading))
 
         R, H, d = self.directions, num_heads, self.head_dim
+        own_gate = self.has_gate and (self.gate_on_conv1d or reading.gate_bias)
         # one matrix for all bias-free projections of x, in the order in which `forward` splits them: gate, q, k (or kq), v, each for
         # all directions
-        self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
+        self.split_sizes = [dim] * (self.has_gate and not own_gate) + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
-        self.lr_proj = nn.Linear(dim, num_heads)  # shared by both directions
-        if self.has_conv1d:
+        self.gate_proj = nn.Linear(dim, dim, bias=reading.gate_bias) if own_gate else None
+        self.lr_proj = nn.Linear(dim, num_heads * (R if reading.learning_rate == "per_direction" else 1))
+        for name in conv1d_names(design, reading):
             # nn.Conv1d holds and initialises the weights; they are in scan order, first those of the forward scan
-            self.conv_k = nn.Conv1d(R * dim, R * dim, CONV_KERNEL, groups=R * dim)
-            self.conv_q = nn.Conv1d(R * dim, R * dim, CONV_KERNEL, groups=R * dim)
+            self.add_module(name, nn.Conv1d(R * dim, R * dim, reading.conv1d_kernel, groups=R * dim, bias=reading.conv1d_bias))
         state = torch.empty(1 if w0 == "shared" else R, H, d, d)
         if w0 == "frozen":
             self.register_buffer("W0", state)
         else:
             self.W0 = nn.Parameter(state)
-        self.b0 = nn.Parameter(torch.empty(R, H, d))
-        self.ln_weight = nn.Parameter(torch.empty(R, H, d))
-        self.ln_bias = nn.Parameter(torch.empty(R, H, d))
-        self.token_scale = nn.Parameter(torch.empty(R, chunk_size or num_tokens))  # delta of c[j] = max(0, 1/(j+1) + delta_j)
-        self.post_norm = nn.LayerNorm(dim, eps=eps)
-        self.out_proj = nn.Linear(dim, dim, bias=False)
+        norms = 1 if reading.inner_norm == "shared" else R
+        self.b0 = nn.Parameter(torch.empty(norms, H, d))
+        self.ln_weight = nn.Parameter(torch.empty(norms, H, d))
+        self.ln_bias = nn.Parameter(torch.empty(norms, H, d))
+        # delta of c[j] = max(0, 1/(j+1) + delta_j)
+        scales = 1 if reading.token_scale == "shared" else R
+        self.token_scale = None if reading.token_scale == "fixed" else nn.Parameter(torch.empty(scales, self.built_chunk))
+        self.post_norm = {
+            "merged": lambda: nn.LayerNorm(dim, eps=eps),
+            "per_direction": lambda: nn.ModuleList(nn.LayerNorm(dim, eps=eps) for _ in range(R)),
+            "none": lambda: None,
+        }[reading.post_norm]()
+        self.out_proj = nn.Linear(dim, dim, bias=reading.out_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise this module's own parameters; convolutions keep PyTorch's default."""
         init_linear(self.in_proj)
         init_linear(self.out_proj)
+        if self.gate_proj is not None:
+            init_linear(self.gate_proj)
         nn.init.normal_(self.lr_proj.weight, std=0.02)
         nn.init.zeros_(self.lr_proj.bias)
-        nn.init.normal_(self.W0, std=0.02)
+        nn.init.normal_(self.W0, std=self.reading.w0_std)
         nn.init.zeros_(self.b0)
         nn.init.ones_(self.ln_weight)
         nn.init.zeros_(self.ln_bias)
-        nn.init.zeros_(self.token_scale)
+        if self.token_scale is not None:
+            nn.init.zeros_(self.token_scale)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
         gate, arguments = self._project(x_BTD)
         options = {"chunk_size": arguments.chunk_size, "eps": self.eps, "backend": self.backend}
-        if self.directions == 1:
-            q, k, v = (x[:, :, 0] for x in arguments[:3])
-            z = ttt_linear(q, k, v, arguments.lr, *(x[0] for x in arguments[4:9]), **options)
+        if self.directions == 2 and self.reading.learning_rate == "shared":
+            z = ttt_linear_bidir(*arguments[:9], **options)
         else:
-            both = ttt_linear_bidir(*arguments[:9], **options)
-            z = both[:, :, 0] + both[:, :, 1]
-        z = self.post_norm(z.flatten(2))
-        return self.out_proj(z if gate is None else gate * z)
+            scans = [one_direction(arguments._replace(lr=rate_of(arguments, r))[:9], r) for r in range(self.directions)]
+            z = torch.stack([ttt_linear(*scan, reverse=flag, **options) for scan, flag in zip(scans, arguments.reverse, strict=True)], 2)
+        if not self.reading.inner_residual:
+            z = z - arguments.q
+        return self.out_proj(self._merge(z.flatten(3), gate))
+
+    def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
+        """The sum of the directions (B, T, D), with norm and gate where the reading puts them."""
+        gate_first = gate is not None and self.reading.post_norm_place == "after_gate"
+        if gate_first:
+            z_BTRD = z_BTRD * gate.unsqueeze(2)
+        if self.reading.post_norm == "per_direction":
+            z_BTRD = torch.stack([norm(z) for norm, z in zip(self.post_norm, z_BTRD.unbind(2), strict=True)], 2)
+        z = z_BTRD.sum(2)
+        if self.reading.post_norm == "merged":
+            z = self.post_norm(z)
+        return z if gate is None or gate_first else gate * z
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Arguments]:
-        """The gate (B, T, D) or None, and what the inner learners are given."""
-        (B, T, _), (R, H, d) = x_BTD.shape, self.b0.shape
+        """The gate (B, T, D) or None, and what the inner learners are given; the rates are (B, T, R, H) where each direction has its own."""
+        (B, T, _), (R, H, d) = x_BTD.shape, (self.directions, self.num_heads, self.head_dim)
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
-        gate = F.gelu(parts.pop(0), approximate="tanh") if self.has_gate else None
+        gate = parts.pop(0) if self.has_gate and self.gate_proj is None else None
         v, k = parts.pop(), parts.pop()
         q = parts.pop() if self.separate_q else k
-        if self.has_conv1d:
-            padded = pad_for_scans(k.chunk(R, dim=-1), CONV_KERNEL - 1)
-            k, q = (convolve_scans(padded, conv.weight.chunk(R), conv.bias) for conv in (self.conv_k, self.conv_q))
+        convolved = {name: getattr(self, name) for name in ("conv_k", "conv_q") if hasattr(self, name)}
+        if convolved:
+            padded = pad_for_scans(k.chunk(R, dim=-1), self.reading.conv1d_kernel - 1)
+            found = {name: convolve_scans(padded, conv.weight.chunk(R), conv.bias) for name, conv in convolved.items()}
+            k = found.get("conv_k", k)
+            q = found.get("conv_q", k if self.reading.conv1d_count == 1 else q)
+        if self.gate_proj is not None:
+            of_conv1d = k if "conv_k" in convolved else q
+            gate = self.gate_proj(of_conv1d[..., : self.dim] if self.gate_on_conv1d else x_BTD)
+        if gate is not None:
+            gate = F.gelu(gate, approximate="tanh") if self.reading.gate_activation == "gelu" else torch.sigmoid(gate)
+        chunk_size, reverse = self.chunk_size or T, (False, True)[:R]
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
-        lr, chunk_size, reverse = self.learning_rate(x_BTD), self.chunk_size or T, (False, True)[:R]
-        state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), self.b0, self.ln_weight, self.ln_bias
-        return gate, Arguments(q, k, v, lr, *state, chunk_size, reverse, self.eps)
+        if self.reading.rotary == "chunk":
+            q, k = (rotate_in_chunks(t, chunk_size) for t in (q, k))
+        if self.reading.inner_target == "v":
+            v = v + k
+        inner = (x.expand(R, H, d) for x in (self.b0, self.ln_weight, self.ln_bias))
+        state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), *inner
+        return gate, Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, reverse, self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for."""
-        wanted = {"head_dim": self.head_dim, "chunk_size": self.token_scale.shape[1], "dtype": dtype}
-        return selected_backend(self.backend, self.token_scale.device, **wanted)
+        return selected_backend(self.backend, self.b0.device, head_dim=self.head_dim, chunk_size=self.built_chunk, dtype=dtype)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner learning rates (B, T, H): eta_base · sigmoid(x_t · w_h + a_h) / d."""
-        return torch.sigmoid(self.lr_proj(x_BTD)) * (ETA_BASE / self.head_dim)
+        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction has its own."""
+        rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.reading.eta_base / self.head_dim)
+        return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
 
     def scale_per_token(self, chunk_size: int) -> Tensor:
         """c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
+        index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
+        start = (1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)).expand(self.directions, -1)
+        if self.token_scale is None:
+            return start
         delta = self.token_scale[:, :chunk_size]
-        delta = F.pad(delta, (0, chunk_size - delta.shape[1]))
-        index = torch.arange(1, chunk_size + 1, device=delta.device, dtype=delta.dtype)
-        return F.relu(1 / index + delta)
+        return F.relu(start + F.pad(delta, (0, chunk_size - delta.shape[1])))
 
     @torch.no_grad()
     def inner_losses(self, x_BTD: Tensor) -> Tensor:
@@ -169,3 +228,19 @@ class TTTMixer(nn.Module):
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             return replay_inner_learning(self._project(x_BTD)[1]).loss
+
+
+def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
+    """Rotary embedding of queries or keys (B, T, R, H, d) by the place of each token in its chunk, in the order of its direction's scan.
+
+    Channels i and i + d/2 are turned by place · 10000^(−2i/d) radians.
+    """
+    T, R, d = t.shape[1], t.shape[2], t.shape[-1]
+    precise = {"device": t.device, "dtype": torch.promote_types(t.dtype, torch.float32)}
+    place = torch.arange(T, **precise) % chunk_size
+    frequency = 10000 ** (-torch.arange(0, d, 2, **precise) / d)
+    forward = place[:, None] * frequency
+    angle = torch.stack([forward, forward.flip(0)][:R], 1).unsqueeze(2)  # (T, R, 1, d/2)
+    cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
+    a, b = t.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

@@ -6,6 +6,7 @@ translates their keys. `checkpoints.open_weights` opens any of them.
 """
 
 import argparse
+import dataclasses
 import json
 import pickle
 import re
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ..core.errors import UserError
 from ..core.record import atomic
 from .backbone import resample_positions
+from .reading import UNNAMED_READING, Reading
 
 State = Mapping[str, Tensor]
 
@@ -49,8 +51,12 @@ def save_weights(
         preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
         classes: class names in the order of the outputs.
         task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
+
+    The file of a Vittt also names every switch of its reading, so that it keeps its meaning if a default changes.
     """
     metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | ({"task": task} if task else {})
+    if (reading := next((m.reading for m in model.modules() if hasattr(m, "reading")), None)) is not None:
+        metadata["reading"] = dataclasses.asdict(reading)
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     with atomic(path) as temporary:
         save_file(state, temporary, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
@@ -59,13 +65,25 @@ def save_weights(
 def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata that `save_weights` wrote: model, options, preprocessing, classes, and for a dense model its task.
 
+    The options of a Vittt have its reading, where that is not the default.
+
     Raises:
         UserError: no such file, one that cannot be read as safetensors (perhaps cut short), or one that is not of this project.
     """
     metadata = _read_header(path)
     if METADATA_KEY not in metadata:
         raise UserError(f"{path}: this safetensors file has none of this project's metadata, so its model is unknown")
-    return json.loads(metadata[METADATA_KEY])
+    found = json.loads(metadata[METADATA_KEY])
+    if found["model"].startswith("vittt_"):
+        options = {key: value for key, value in found["options"].items() if key != "reading"}
+        # a file that names no reading was written when there was one; only one design was another model then
+        unnamed = UNNAMED_READING if options.get("design") == "gating" else ""
+        try:
+            reading = str(Reading.of(found.pop("reading", unnamed)))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}; another version may have written it") from None
+        found["options"] = options | ({"reading": reading} if reading else {})
+    return found
 
 
 def is_foreign(path: Path) -> bool:

@@ -124,3 +124,9 @@ def test_first_chunks_are_counted_from_both_ends_with_class_tokens(options, expe
     assert first.int().tolist() == expected
     later = mark_tokens(model, torch.rand(1, 2, 3, 5))["later"]
     assert not (later & first).any() and int(later.sum()) == round(0.3 * int((~first).sum()))
+
+
+def test_directions_that_run_by_themselves_are_refused():
+    model = nano(reading="learning_rate=per_direction")
+    with pytest.raises(ValueError, match="learning_rate=per_direction"):
+        compute_gradient_maps(model, torch.randn(1, 3, 48, 48))

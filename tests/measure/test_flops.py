@@ -43,7 +43,7 @@ def test_parameter_terms_add_up_to_the_model(name, chunk_size):
 @pytest.mark.parametrize(
     "name, options, million",
     [
-        *((TINY, {"design": design}, m) for design, m in zip(DESIGNS, (5.877, 5.435, 5.877, 5.900, 6.962, 6.983), strict=True)),
+        *((TINY, {"design": design}, m) for design, m in zip(DESIGNS, (5.877, 5.435, 5.889, 5.900, 6.962, 6.983), strict=True)),
         ("vittt_small_patch16_224", {}, 26.365),
         ("vittt_base_patch16_224", {}, 102.329),
         (DEIT, {}, 5.717),

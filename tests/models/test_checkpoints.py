@@ -252,7 +252,7 @@ def test_initialise_refuses_damaged_weights_and_changes_nothing(tmp_path, spoil,
     state = train(tmp_path / "w.safetensors").state_dict()
     spoil(state)
 
-    class Holder:
+    class Holder(torch.nn.Module):
         def state_dict(self):
             return state
 

@@ -22,12 +22,12 @@ CONV1D = 2 * (D * 4 + D)
 ROUTE = {
     "ttt_layer": COMMON + L * (4 * D * D + PER_DIRECTION),
     "share_qk": COMMON + L * (3 * D * D + PER_DIRECTION),
-    "gating": COMMON + L * (4 * D * D + PER_DIRECTION),
+    "gating": COMMON + L * (4 * D * D + PER_DIRECTION + CONV1D // 2),  # one of the two Conv1d comes with the gate
     "conv1d": COMMON + L * (4 * D * D + PER_DIRECTION + CONV1D),
     "dual": COMMON + L * (6 * D * D + 2 * (PER_DIRECTION + CONV1D)),
     "conv2d": COMMON + L * (6 * D * D + 2 * (PER_DIRECTION + CONV1D) + 9 * D),
 }
-ROUTE_M = {"ttt_layer": "5.877", "share_qk": "5.435", "gating": "5.877", "conv1d": "5.900", "dual": "6.962", "conv2d": "6.983"}
+ROUTE_M = {"ttt_layer": "5.877", "share_qk": "5.435", "gating": "5.889", "conv1d": "5.900", "dual": "6.962", "conv2d": "6.983"}
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -56,51 +56,90 @@ def test_w0_modes_differ_by_their_learned_states(mode, states):
 
 def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
     """Section 2 of the model's definition, token by token in fp64, sharing no code with the mixer or the kernels."""
-    D, H = mixer.dim, mixer.num_heads
+    D, H, reading = mixer.dim, mixer.num_heads, mixer.reading
     d, T = D // H, x.shape[1]
     weights = list(mixer.in_proj.weight.split(D))
-    gate = weights.pop(0) if mixer.has_gate else None
+    gate_weight, gate_bias = None, 0.0
+    if mixer.gate_proj is not None:
+        gate_weight = mixer.gate_proj.weight
+        gate_bias = 0.0 if mixer.gate_proj.bias is None else mixer.gate_proj.bias
+    elif mixer.has_gate:
+        gate_weight = weights.pop(0)
     q_or_kq = [weights.pop(0) for _ in range(mixer.directions)]
     k_weights = [weights.pop(0) for _ in range(mixer.directions)] if mixer.separate_q else q_or_kq
     v_weights = [weights.pop(0) for _ in range(mixer.directions)]
     assert not weights
-    total = torch.zeros_like(x)
+    gated = x
+    outs = [torch.zeros_like(x) for _ in range(mixer.directions)]
     for r in range(mixer.directions):
+        keys = torch.zeros_like(x)
         for b in range(x.shape[0]):
             order = list(range(T)) if r == 0 else list(range(T - 1, -1, -1))
             tokens = x[b, order]
             q, k, v = tokens @ q_or_kq[r].T, tokens @ k_weights[r].T, tokens @ v_weights[r].T
-            if mixer.has_conv1d:
-                convolved = []
-                for source, conv in ((q, mixer.conv_q), (k, mixer.conv_k)):
-                    w, bias = conv.weight[r * D : (r + 1) * D, 0], conv.bias[r * D : (r + 1) * D]
-                    out = torch.stack([bias + sum(w[:, 3 - j] * source[t - j] for j in range(4) if t >= j) for t in range(T)])
-                    convolved.append(out)
-                q, k = convolved
-            lr = torch.sigmoid(tokens @ mixer.lr_proj.weight.T + mixer.lr_proj.bias) / d
+            convolved = {}
+            for name, source in (("conv_q", q), ("conv_k", k)):
+                if (conv := getattr(mixer, name, None)) is None:
+                    continue
+                size, w = conv.kernel_size[0], conv.weight[r * D : (r + 1) * D, 0]
+                start = torch.zeros_like(w[:, 0]) if conv.bias is None else conv.bias[r * D : (r + 1) * D]
+                rows = [start + sum(w[:, size - 1 - j] * source[t - j] for j in range(size) if t >= j) for t in range(T)]
+                convolved[name] = torch.stack(rows)
+            k = convolved.get("conv_k", k)
+            q = convolved.get("conv_q", k if reading.conv1d_count == 1 and "conv_k" in convolved else q)
+            keys[b, order] = k if "conv_k" in convolved else q
+            lr = reading.eta_base * torch.sigmoid(tokens @ mixer.lr_proj.weight.T + mixer.lr_proj.bias) / d
+            lr = lr[:, r * H :] if reading.learning_rate == "per_direction" else lr
+            chunk = mixer.chunk_size or T
+            if reading.rotary == "chunk":  # as a product of complex numbers
+                turned = []
+                for t in (q, k):
+                    heads = t.view(T, H, 2, d // 2)
+                    places = torch.tensor([float(i % chunk) for i in range(T)], dtype=torch.float64)
+                    angle = places[:, None] / torch.tensor([10000 ** (2 * i / d) for i in range(d // 2)], dtype=torch.float64)
+                    z = torch.complex(heads[:, :, 0], heads[:, :, 1]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+                    turned.append(torch.stack([z.real, z.imag], 2).reshape(T, D))
+                q, k = turned
             for h in range(H):
                 part = slice(h * d, (h + 1) * d)
-                W, beta = mixer.W0[min(r, mixer.W0.shape[0] - 1), h], mixer.b0[r, h]
-                gamma, mu = mixer.ln_weight[r, h], mixer.ln_bias[r, h]
-                chunk = mixer.chunk_size or T
+                W, shared = mixer.W0[min(r, mixer.W0.shape[0] - 1), h], min(r, mixer.b0.shape[0] - 1)
+                beta, gamma, mu = mixer.b0[shared, h], mixer.ln_weight[shared, h], mixer.ln_bias[shared, h]
                 for start in range(0, T, chunk):
                     sum_W, sum_b = torch.zeros_like(W), torch.zeros_like(beta)
                     for j, t in enumerate(range(start, min(start + chunk, T))):
                         # the inner gradient at the chunk's start state, by autograd
                         z = (k[t, part] @ W + beta).detach().requires_grad_()
-                        loss = 0.5 * (F.layer_norm(z, (d,), gamma, mu, 1e-6) - (v[t, part] - k[t, part])).square().sum()
+                        target = v[t, part] - k[t, part] if reading.inner_target == "v_minus_k" else v[t, part]
+                        loss = 0.5 * (F.layer_norm(z, (d,), gamma, mu, 1e-6) - target).square().sum()
                         (G,) = torch.autograd.grad(loss, z)
                         sum_W = sum_W + lr[t, h] * torch.outer(k[t, part], G)
                         sum_b = sum_b + lr[t, h] * G
-                        delta = float(mixer.token_scale[r, j].detach()) if j < mixer.token_scale.shape[1] else 0.0
-                        c = max(0.0, 1 / (j + 1) + delta)
+                        delta = 0.0
+                        if mixer.token_scale is not None and j < mixer.token_scale.shape[1]:
+                            delta = float(mixer.token_scale[min(r, len(mixer.token_scale) - 1), j].detach())
+                        c = max(0.0, (1 / (j + 1) if reading.token_scale_start == "reciprocal" else 1.0) + delta)
                         y = q[t, part] @ (W - c * sum_W) + beta - c * sum_b
-                        total[b, order[t], part] += q[t, part] + F.layer_norm(y, (d,), gamma, mu, 1e-6)
+                        added = q[t, part] if reading.inner_residual else 0
+                        outs[r][b, order[t], part] += added + F.layer_norm(y, (d,), gamma, mu, 1e-6)
                     W, beta = W - c * sum_W, beta - c * sum_b
-    z = F.layer_norm(total, (D,), mixer.post_norm.weight, mixer.post_norm.bias, 1e-6)
-    if gate is not None:
-        z = F.gelu(x @ gate.T, approximate="tanh") * z
-    return z @ mixer.out_proj.weight.T
+        if r == 0 and reading.gate_input == "conv1d" and any(hasattr(mixer, name) for name in ("conv_k", "conv_q")):
+            gated = keys
+    gate = 1.0
+    if gate_weight is not None:
+        gate = gated @ gate_weight.T + gate_bias
+        gate = F.gelu(gate, approximate="tanh") if reading.gate_activation == "gelu" else 1 / (1 + torch.exp(-gate))
+
+    def norm(z, layer):
+        return F.layer_norm(z, (D,), layer.weight, layer.bias, 1e-6)
+
+    before, after = (gate, 1.0) if reading.post_norm_place == "after_gate" else (1.0, gate)
+    if reading.post_norm == "merged":
+        z = norm(before * sum(outs), mixer.post_norm)
+    elif reading.post_norm == "per_direction":
+        z = sum(norm(before * out, layer) for out, layer in zip(outs, mixer.post_norm, strict=True))
+    else:
+        z = before * sum(outs)
+    return F.linear(after * z, mixer.out_proj.weight, mixer.out_proj.bias)
 
 
 @pytest.mark.parametrize("design", DESIGNS[:-1])
@@ -147,7 +186,7 @@ def test_class_tokens_skip_the_convolution(pool):
     positions = class_positions(pool, 12)
     x = torch.randn(2, 12 + len(positions), 64)
     out = block._convolve(x, (3, 4))
-    assert (out[:, list(positions)] == 0).all()
+    assert torch.equal(out[:, list(positions)], x[:, list(positions)])
     plain = shaken(nano("vittt")).blocks[0]
     plain.dwconv.load_state_dict(block.dwconv.state_dict())
     patches = remove_tokens(x, positions)

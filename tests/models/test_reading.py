@@ -1,0 +1,231 @@
+"""The switches of a reading: each against parameters and multiply-adds by hand, and against Algorithm 1 written out with it."""
+
+import dataclasses
+import json
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from repro.core.errors import UserError
+from repro.models.checkpoints import initialise, open_weights
+from repro.models.reading import Reading
+from repro.models.registry import build_model
+from repro.models.ttt_mixer import TTTMixer
+from repro.models.weights import METADATA_KEY, read_metadata, save_weights
+from tests.models.helpers import nano, shaken
+from tests.models.test_vittt import mixer_by_hand
+
+D, L, H, d, T, HIDDEN = 192, 12, 3, 64, 196, 512  # Vittt-T at 224 pixels
+# switch=value -> what it adds to the parameters and to the multiply-adds of Vittt-T, by hand; every value but the defaults
+CHANGES = {
+    "gate_activation=sigmoid": (0, 0),
+    "gate_input=conv1d": (0, 0),
+    "gate_bias=true": (L * D, 0),
+    "out_bias=true": (L * D, 0),
+    "conv1d_arrival=query_with_gate": (0, 0),
+    "conv1d_arrival=together": (0, 0),
+    "conv1d_kernel=3": (-L * 2 * 2 * D, -L * T * 2 * 2 * D),
+    "conv1d_bias=false": (-L * 2 * 2 * D, 0),
+    "conv1d_count=1": (-L * 2 * (4 * D + D), -L * T * 2 * 4 * D),
+    "dwconv_place=after_norm": (0, 0),
+    "dwconv_residual=false": (0, 0),
+    "dwconv_bias=true": (L * D, 0),
+    "dwconv_class_tokens=one_pixel": (0, 0),
+    "post_norm=per_direction": (L * 2 * D, 0),
+    "post_norm=none": (-L * 2 * D, 0),
+    "post_norm_place=after_gate": (0, 0),
+    "residual=normalised": (0, 0),
+    "learning_rate=per_direction": (L * (D * H + H), L * T * D * H),
+    "eta_base=0.1": (0, 0),
+    "inner_norm=shared": (-L * 3 * D, 0),
+    "inner_target=v": (0, 0),
+    "inner_residual=false": (0, 0),
+    "token_scale=shared": (-L * 16, 0),
+    "token_scale=fixed": (-L * 2 * 16, 0),
+    "token_scale_start=one": (0, 0),
+    "w0_std=0.1": (0, 0),
+    "rotary=chunk": (0, 0),
+    "positions=patches_and_class": (D, 0),
+    "positions=none": (-T * D, 0),
+    "swiglu_bias=false": (-L * (2 * HIDDEN + D), 0),
+}
+MIXER = [text for text in CHANGES if not text.startswith(("dwconv", "residual", "positions", "swiglu"))]
+
+
+def test_every_value_of_every_switch_is_tried():
+    named = {text.partition("=")[0] for text in CHANGES}
+    assert named == {field.name for field in dataclasses.fields(Reading)}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_parameters_and_multiply_adds_by_hand(text):
+    with torch.device("meta"):
+        plain, model = (timm.create_model("vittt_tiny_patch16_224", reading=reading) for reading in ("", text))
+    params, macs = CHANGES[text]
+    assert sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in plain.parameters()) == params
+    assert sum(model.param_terms().values()) == sum(p.numel() for p in model.parameters())
+    totals = [sum(each.mac_terms((224, 224)).values()) for each in (plain, model)]
+    assert totals[1] - totals[0] == macs
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "params", "macs"),
+    [
+        # Conv1d of a kernel 4 with bias for 192 channels in one direction
+        ({"design": "gating"}, "conv1d_arrival=together", -L * 5 * D, -L * T * 4 * D),
+        ({"design": "gating"}, "conv1d_arrival=query_with_gate", 0, 0),
+        ({"design": "conv1d"}, "conv1d_arrival=together", 0, 0),
+        ({"design": "dual"}, "post_norm=per_direction", L * 2 * D, 0),
+        ({"design": "conv1d"}, "post_norm=per_direction", 0, 0),  # one direction
+        ({"pool": "head"}, "dwconv_class_tokens=one_pixel", 0, L * 9 * D),
+        ({"pool": "head"}, "positions=patches_and_class", 0, 0),  # the class token has its row in either
+        ({"pool": "double"}, "positions=none", -(T + 2) * D, 0),
+    ],
+)
+def test_switches_that_depend_on_other_options(options, text, params, macs):
+    with torch.device("meta"):
+        plain, model = (timm.create_model("vittt_tiny_patch16_224", **options, reading=reading) for reading in ("", text))
+    counts = [sum(p.numel() for p in each.parameters()) for each in (plain, model)]
+    totals = [sum(each.mac_terms((224, 224)).values()) for each in (plain, model)]
+    assert counts[1] - counts[0] == params and totals[1] - totals[0] == macs
+    assert sum(model.param_terms().values()) == counts[1]
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_forward_and_backward_pass(text):
+    model = shaken(nano("vittt", reading=text, pool="double" if "class_tokens" in text else "mean")).double()
+    images = torch.randn(2, 3, 48, 64, dtype=torch.float64)
+    model(images).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        unused = "token_scale" in name or (name == "cls_pos_embed" and text == "positions=patches_and_class")
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert unused or parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("text", [*MIXER, "post_norm=per_direction,post_norm_place=after_gate", "gate_bias=true,gate_input=conv1d"])
+@pytest.mark.parametrize("design", ["gating", "conv2d"])
+def test_mixer_equals_algorithm_1_by_hand_in_every_reading(design, text):
+    torch.manual_seed(0)
+    mixer = shaken(TTTMixer(8, 2, 5, design=design, chunk_size=4, reading=Reading.of(text)).double())
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    with torch.no_grad():
+        ours = mixer(x)
+    torch.testing.assert_close(ours, mixer_by_hand(mixer, x).detach(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("place", ["before_norm", "after_norm"])
+@pytest.mark.parametrize("base", ["stream", "normalised"])
+def test_block_in_every_order_of_convolution_norm_and_residual(place, residual, base):
+    text = f"dwconv_place={place},dwconv_residual={str(residual).lower()},residual={base},dwconv_bias=true"
+    block = shaken(nano("vittt", reading=text)).double().blocks[1]
+    y = torch.randn(2, 12, 64, dtype=torch.float64)
+
+    def convolve(t):
+        out = F.conv2d(t.mT.reshape(2, 64, 3, 4), block.dwconv.weight, block.dwconv.bias, padding=1, groups=64).flatten(2).mT
+        return out + t if residual else out
+
+    def norm(t):
+        return F.layer_norm(t, (64,), block.norm1.weight, block.norm1.bias, 1e-6)
+
+    x = norm(convolve(y)) if place == "before_norm" else convolve(norm(y))
+    stream = convolve(y) if place == "before_norm" and residual else y
+    middle = (stream if base == "stream" else x) + block.mixer(x)
+    expected = middle + block.mlp(block.norm2(middle))
+    torch.testing.assert_close(block(y, (3, 4)), expected)
+
+
+def test_a_class_token_as_an_image_of_one_pixel_meets_the_centre_of_the_kernel():
+    block = shaken(nano("vittt", pool="head", reading="dwconv_class_tokens=one_pixel")).blocks[0]
+    x = torch.randn(2, 13, 64)
+    expected = x[:, 0] * (1 + block.dwconv.weight[:, 0, 1, 1])
+    torch.testing.assert_close(block._convolve(x, (3, 4))[:, 0], expected)
+
+
+def test_initial_values_follow_the_reading():
+    torch.manual_seed(0)
+    mixer = TTTMixer(192, 3, 196, reading=Reading(w0_std=0.1, token_scale_start="one", eta_base=0.5))
+    assert abs(mixer.W0.std().item() - 0.1) < 0.005
+    assert (mixer.scale_per_token(16) == 1).all()
+    x = torch.zeros(1, 2, 192)
+    torch.testing.assert_close(mixer.learning_rate(x), torch.full((1, 2, 3), 0.5 * 0.5 / 64))
+
+
+def test_text_and_reading_are_the_same():
+    assert str(Reading()) == "" and Reading.of("") == Reading()
+    for text in CHANGES:
+        assert str(Reading.of(text)) == text and Reading.of(text) != Reading()
+    both = Reading.of("post_norm=none, gate_activation=sigmoid")
+    assert str(both) == "gate_activation=sigmoid,post_norm=none"
+    assert Reading.of(dataclasses.asdict(both)) == Reading.of(both) == both
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("gate=sigmoid", "gate: no such switch"),
+        ("gate_activation=tanh", "gate_activation=tanh: expected one of gelu, sigmoid"),
+        ("gate_bias=yes", "gate_bias=yes: expected one of false, true"),
+        ("conv1d_kernel=5", "conv1d_kernel=5: expected one of 4, 3"),
+        ("w0_std=0", "w0_std=0.0: expected a number above 0"),
+        ("eta_base=much", "eta_base=much: expected a number above 0"),
+        ("post_norm", "'post_norm': expected switch=value"),
+    ],
+)
+def test_what_is_no_reading_is_refused_in_one_line(text, line):
+    with pytest.raises(ValueError, match=line):
+        build_model("vittt_nano_patch16_144", reading=text)
+
+
+def _save(path, model, options):
+    preprocessing = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    classes = [f"class_{i}" for i in range(10)]
+    save_weights(path, model, name="vittt_nano_patch16_144", options=options, preprocessing=preprocessing, classes=classes)
+
+
+def test_a_weights_file_names_its_reading(tmp_path):
+    model = build_model("vittt_nano_patch16_144", num_classes=10, reading="post_norm=none,rotary=chunk")
+    _save(tmp_path / "w.safetensors", model, {"num_classes": 10, "reading": "post_norm=none,rotary=chunk"})
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as stream:
+        stored = json.loads(stream.metadata()[METADATA_KEY])["reading"]
+    assert stored == dataclasses.asdict(Reading(post_norm="none", rotary="chunk"))
+    opened = open_weights(tmp_path / "w.safetensors")
+    assert opened.options["reading"] == "post_norm=none,rotary=chunk"
+    images = torch.randn(1, 3, 144, 144)
+    with torch.no_grad():
+        torch.testing.assert_close(opened.build()(images), model.eval()(images), rtol=0, atol=0)
+    with pytest.raises(UserError, match="post_norm=none"):
+        initialise(build_model("vittt_nano_patch16_144", num_classes=10), opened)
+
+
+@pytest.mark.parametrize(("design", "expected"), [("gating", "conv1d_arrival=together"), ("conv2d", None)])
+def test_a_file_from_before_the_switches_keeps_its_meaning(tmp_path, design, expected):
+    options = {"num_classes": 10, "design": design}
+    model = build_model("vittt_nano_patch16_144", **options, reading="conv1d_arrival=together")
+    _save(tmp_path / "new.safetensors", model, options)
+    with safe_open(tmp_path / "new.safetensors", framework="pt") as stream:
+        metadata = json.loads(stream.metadata()[METADATA_KEY])
+        state = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    del metadata["reading"]
+    save_file(state, tmp_path / "old.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
+    assert read_metadata(tmp_path / "old.safetensors")["options"].get("reading") == expected
+    images = torch.randn(1, 3, 144, 144)
+    with torch.no_grad():
+        ours = open_weights(tmp_path / "old.safetensors").build()(images)
+        torch.testing.assert_close(ours, model.eval()(images), rtol=0, atol=0)
+
+
+def test_a_reading_that_this_version_does_not_know_is_refused(tmp_path):
+    model = build_model("vittt_nano_patch16_144", num_classes=10)
+    _save(tmp_path / "w.safetensors", model, {"num_classes": 10})
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as stream:
+        metadata = json.loads(stream.metadata()[METADATA_KEY])
+        state = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    metadata["reading"]["gate_activation"] = "relu"
+    save_file(state, tmp_path / "w.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
+    with pytest.raises(UserError, match=r"w\.safetensors: reading: gate_activation=relu: expected one of gelu, sigmoid"):
+        open_weights(tmp_path / "w.safetensors")
