@@ -25,8 +25,9 @@ def command(
     speed: Annotated[bool, typer.Option(help="With --all: measure the throughput when all are trained.")] = True,
 ) -> None:
     """Train variants of Vittt alike, over several seeds; a stopped run continues where it was."""
-    from repro.papers.vision_ttt.grid import run_variants
+    from repro.papers.vision_ttt.grid import Grid, run_variants
     from repro.papers.vision_ttt.recipe import describe_recipe
+    from repro.papers.vision_ttt.variants import VARIANTS
     from repro.training.cells import train_cells
     from repro.training.grid import measure_throughput
 
@@ -36,4 +37,4 @@ def command(
         return
     if cell is not None or gpus is not None:
         raise UserError("ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant")
-    run_variants(variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+    run_variants(Grid(stage="ablate", variants=VARIANTS), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)

@@ -49,7 +49,16 @@ ALLOWED = {
     "repro.training.job": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks", "repro.measure"),
     "repro.graph": ("repro.core", "repro.training.job"),
     "repro.doctor": ("kernels", "repro.core", "repro.data"),
-    "repro.papers": ("repro.core", "repro.data", "repro.models", "repro.report", "repro.tasks", "repro.training.job"),
+    "repro.papers": (
+        "kernels",
+        "repro.core",
+        "repro.data",
+        "repro.models",
+        "repro.report",
+        "repro.measure",
+        "repro.tasks",
+        "repro.training.job",
+    ),
     "repro.planning": ("repro.core", "repro.data", "repro.measure", "repro.benchmark", "repro.report", "repro.papers"),
 }
 ALLOWED["stages"] = tuple(ALLOWED)

@@ -62,6 +62,8 @@ def write_report(
     note_pipeline(pages[0][0])
     for report, page in pages:
         _write_page(report, page)
+        for document in report.paper.documents:
+            write_text(results.paths.root / "docs" / document.file, render_markdown(document.build(report), "../results/"))
     if html is not None:
         write_text(folder / "report.html", html)
     counts = count_statuses(pages[0][0].all)

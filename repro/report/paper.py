@@ -2,11 +2,12 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .document import Section
 from .ledger import Ledger, load_ledger
 
 
@@ -94,6 +95,15 @@ class Contest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+    """A page in docs/ that is written from the ledger and the records."""
+
+    file: str  # its name in docs/
+    build: Callable[[Any], Sequence[Section]]  # of a `repro.report.claims.Report`; the first section is its opening
+    records: str  # pattern of the paths of records that it shows, and the paper's main page does not
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper:
     """One paper, as its room declares it."""
 
@@ -114,6 +124,7 @@ class Paper:
     pictures: tuple[str, ...] = ()  # patterns of the pictures on top of its page, relative to results/
     figures: tuple[Figure, ...] = ()  # in the paper's order
     variants: Variants | None = None  # what it ablates
+    documents: tuple[Document, ...] = ()  # further pages
 
     @cached_property
     def ledger(self) -> Ledger:

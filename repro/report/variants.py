@@ -1,6 +1,7 @@
 """The variants that a paper ablates: its rows beside ours, and whether its ordering is seen in our data."""
 
 import dataclasses
+import fnmatch
 import itertools
 from collections.abc import Mapping
 from functools import partial
@@ -152,9 +153,11 @@ def find_drawn(report: Report) -> dict[str, list[Source]]:
 
 
 def find_shown(report: Report) -> set[str]:
-    """The paths of the records that `variants_section` alone shows; those of other stages than the variants' stand elsewhere too."""
+    """The paths of the records that `variants_section` or another document alone shows; those of other stages stand elsewhere too."""
     sources = [source for group, where in _pair(report) for source in group.at(where).values()]
-    return {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
+    shown = {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
+    patterns = [document.records for document in report.paper.documents]
+    return shown | {source.path for source in report.results.sources if any(fnmatch.fnmatchcase(source.path, each) for each in patterns)}
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:

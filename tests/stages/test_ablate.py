@@ -19,11 +19,13 @@ from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
 from repro.measure.flops import cost
-from repro.papers.vision_ttt.grid import vary_recipe
+from repro.papers.vision_ttt.grid import Grid, vary_recipe
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.tasks.classification.spec import SPEC
 from repro.training.cells import train_cell
 from repro.training.job import Cell
+
+GRID = Grid(stage="ablate", variants=VARIANTS)
 
 CELL = Path("results/ablate/conv1d")
 COMMAND = [sys.executable, "-m", "repro", "ablate"]
@@ -68,7 +70,7 @@ def test_the_grid_is_17_models_of_20_entries():
     [  # Tables 3 and 4 by spec: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position are 2·D each; W0 of 12 blocks
         ("ttt_layer", 5877),
         ("share_qk", 5435),
-        ("gating", 5877),
+        ("gating", 5889),
         ("conv1d", 5900),
         ("dual", 6962),
         ("conv2d", 6983),
@@ -125,7 +127,7 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
     """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
     from repro.core.runtime import choose_device, device_slug
 
-    monkeypatch.setattr("repro.papers.vision_ttt.grid.VARIANTS", {name: VARIANTS[name] for name in ("conv1d", "head")})
+    monkeypatch.setattr("repro.papers.vision_ttt.variants.VARIANTS", {name: VARIANTS[name] for name in ("conv1d", "head")})
     arguments = ("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
     stopper = threading.Thread(target=stop_when_begun, daemon=True)
     stopper.start()
@@ -159,10 +161,10 @@ def stop_when_begun() -> None:
 
 
 def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
-    params = vary_recipe("head", Paths(ready), data="imagenet", seeds=(0,), epochs=None)
+    params = vary_recipe(GRID, "head", Paths(ready), data="imagenet", seeds=(0,), epochs=None)
     assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
     assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
-    assert vary_recipe("head", Paths(ready), data=None, seeds=(0,), epochs=7).transform.re_prob == 0.25
+    assert vary_recipe(GRID, "head", Paths(ready), data=None, seeds=(0,), epochs=7).transform.re_prob == 0.25
 
 
 WRONG = [

@@ -1,9 +1,20 @@
-"""The paper's formulas for multiply-adds, exact, in units of 1e9. The expressions of ledger.yaml call them."""
+"""The paper's formulas for multiply-adds and memory, exact, in units of 1e9. The expressions of ledger.yaml call them."""
 
 from fractions import Fraction
+from math import ceil
 
-LAYERS, HEAD_DIM, CHUNK = 12, 64, 16
+LAYERS, HEAD_DIM, CHUNK, PATCH = 12, 64, 16, 16
 VIM_LAYERS, VIM_STATE = 24, 16
+TABLE3_WIDTH, TABLE3_TOKENS = 192, 196  # Vittt-T at 224x224
+# designs of Table 3: D x D projections, directions of the scan, Conv1d of a direction, whether DWConv
+DESIGNS = {
+    "ttt_layer": (4, 1, 0, False),
+    "share_qk": (3, 1, 0, False),
+    "gating": (4, 1, 1, False),
+    "conv1d": (4, 1, 2, False),
+    "dual": (6, 2, 2, False),
+    "conv2d": (6, 2, 2, True),
+}
 
 
 def vit_g(width: int, tokens: int) -> Fraction:
@@ -17,10 +28,32 @@ def vim_blocks_g(width: int, tokens: int, scan: int) -> Fraction:
     return Fraction(VIM_LAYERS * (6 * tokens * width**2 + scan * tokens * 2 * width * VIM_STATE), 10**9)
 
 
+def vim_trivial_g(width: int, tokens: int) -> Fraction:
+    """What Eq. 13 leaves out of a Vim of 24 blocks: Conv1d, small projections, patch convolution and head.
+
+    Per token and block and in each of two directions, Conv1d has 4·2D, the projections to the rank R = ceil(D/16) and to B and C
+    2D·(R + 2N), and the one back from the rank R·2D. One of the tokens is the class token.
+    """
+    rank = ceil(width / 16)
+    direction = 4 * 2 * width + 2 * width * (rank + 2 * VIM_STATE) + rank * 2 * width
+    return Fraction(VIM_LAYERS * tokens * 2 * direction + _ends(width, tokens - 1), 10**9)
+
+
 def vittt_g(width: int, tokens: int) -> Fraction:
     """A 12-layer Vittt: Eq. 13, 6TD² + 6TDd + 4bTD with d = 64 and b = 16, SwiGLU (3TD·⌊8D/3⌋), patch convolution and head."""
-    layer = tokens * (6 * width**2 + 6 * width * HEAD_DIM + 4 * CHUNK * width + 3 * width * (8 * width // 3))
-    return Fraction(LAYERS * layer + _ends(width, tokens), 10**9)
+    return Fraction(_vittt_layers("conv2d", width, tokens, CHUNK * tokens) + _ends(width, tokens), 10**9)
+
+
+def vittt_design_g(design: str, class_tokens: int = 0) -> Fraction:
+    """A design of Table 3, or a class strategy of Table 4, by the terms of Eq. 13 alone: our count without what Eq. 13 leaves out.
+
+    With n projections and R directions, a layer has nTD² + R·(3TDd + 2D·Σn²), where n are the lengths of the chunks; the last is
+    shorter, so Σn² is a little less than the bT of Eq. 13. SwiGLU, patch convolution and head are added as in `vittt_g`. Class tokens
+    pass through the layers but not through the patch convolution. A ValueError names an unknown design.
+    """
+    tokens = TABLE3_TOKENS + class_tokens
+    squares = tokens // CHUNK * CHUNK**2 + (tokens % CHUNK) ** 2
+    return Fraction(_vittt_layers(design, TABLE3_WIDTH, tokens, squares) + _ends(TABLE3_WIDTH, TABLE3_TOKENS), 10**9)
 
 
 def vittt_trivial_g(width: int, tokens: int) -> Fraction:
@@ -28,6 +61,47 @@ def vittt_trivial_g(width: int, tokens: int) -> Fraction:
     return Fraction(LAYERS * tokens * (25 * width + width * width // HEAD_DIM), 10**9)
 
 
+def table3_weights(design: str) -> int:
+    """The weights of a design of Table 3 that meet every token, in all layers: its projections, Conv1d and DWConv, without biases."""
+    projections, directions, conv1d, dwconv = _find(design)
+    return LAYERS * (projections * TABLE3_WIDTH**2 + directions * conv1d * 4 * TABLE3_WIDTH + dwconv * 9 * TABLE3_WIDTH)
+
+
+def table3_step_g(design: str) -> Fraction:
+    """The multiply-adds that a step of Table 3 adds by its weights alone: each meets 196 tokens, which is 196 multiply-adds.
+
+    `design` is where the step leads; a ValueError names one that is unknown or has no predecessor.
+    """
+    _find(design)
+    before = list(DESIGNS).index(design) - 1
+    if before < 0:
+        raise ValueError(f"{design} is the first design of Table 3; no step leads to it")
+    return Fraction((table3_weights(design) - table3_weights(list(DESIGNS)[before])) * TABLE3_TOKENS, 10**9)
+
+
+def score_tensors_gb(heads: int, tokens: int, tensors: int = 1, batch: int = 64) -> Fraction:
+    """GB (1e9 bytes) of the fp16 attention scores (batch, heads, tokens, tokens) of one layer; a softmax out of place holds two."""
+    return Fraction(2 * tensors * batch * heads * tokens**2, 10**9)
+
+
+def padded_tokens(width: int, height: int) -> int:
+    """Tokens of an image of so many pixels, padded to multiples of 32 as detectors do, in patches of 16x16: 4200 of 1333x800."""
+    return ceil(width / 32) * ceil(height / 32) * (32 // PATCH) ** 2
+
+
+def _vittt_layers(design: str, width: int, tokens: int, squares: int) -> int:
+    """`squares` is Σn² over the chunks of the scan."""
+    projections, directions, _, _ = _find(design)
+    learner = directions * (3 * tokens * width * HEAD_DIM + 2 * squares * width)
+    return LAYERS * (tokens * projections * width**2 + learner + 3 * tokens * width * (8 * width // 3))
+
+
+def _find(design: str) -> tuple[int, int, int, bool]:
+    if design not in DESIGNS:
+        raise ValueError(f"{design!r} is no design of Table 3; they are {', '.join(DESIGNS)}")
+    return DESIGNS[design]
+
+
 def _ends(width: int, patches: int) -> int:
     """The convolution of 16×16 patches of RGB images, and the head of 1000 classes."""
-    return patches * 3 * 16 * 16 * width + 1000 * width
+    return patches * 3 * PATCH**2 * width + 1000 * width

@@ -3,14 +3,28 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...report.paper import Contest, Paper, Question, Variants, VariantTable
+from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
+from . import closed_forms, formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
-from .formulas import vim_blocks_g, vit_g, vittt_g, vittt_trivial_g
+from .readings_page import build_page
 from .variants import TABLES_AND_FIGURES, VARIANTS
 
 # (better, worse) by the text's words on Fig. 7 (entries text.fig7a.chunk and text.fig7b.initial_states)
 _CHUNKS = tuple((name, "chunk64") for name in TABLES_AND_FIGURES["Fig. 7(a)"] if name != "chunk64")
 _STATES = (("conv2d", "w0_shared"), ("w0_shared", "w0_frozen"), ("conv2d", "w0_frozen"))
+_FORMULAS = (
+    formulas.vit_g,
+    formulas.vim_blocks_g,
+    formulas.vim_trivial_g,
+    formulas.vittt_g,
+    formulas.vittt_design_g,
+    formulas.vittt_trivial_g,
+    formulas.table3_step_g,
+    formulas.score_tensors_gb,
+    formulas.padded_tokens,
+    closed_forms.closed_form_params_m,
+    closed_forms.closed_form_macs_g,
+)
 _OWN_ROWS = ("table1.vittt_*", "table2_*.vittt_*", "table3.*", "table4.*")
 _TOP1 = ("text.abstract.top1_*", "text.1.top1_*", "text.5_1.top1_*")
 
@@ -33,8 +47,13 @@ PAPER = Paper(
     "accurate than DeiT, Vim, Vision-RWKV and ViT³ on ImageNet-1K, COCO and ADE20K. Its cost grows linearly with the number of tokens: at "
     "1280×1280, Vittt-T is claimed to need 79.4 % fewer FLOPs and 88.9 % less memory than DeiT-T and to run 4.72× as fast.",
     baseline="DeiT",
-    families={"vittt": {"design": "conv2d", "pool": "mean", "chunk_size": "16", "w0": "per_direction"}, "vim": {}, "vrwkv": {}, "vit3": {}},
-    formulas={"vit_g": vit_g, "vim_blocks_g": vim_blocks_g, "vittt_g": vittt_g, "vittt_trivial_g": vittt_trivial_g},
+    families={
+        "vittt": {"design": "conv2d", "pool": "mean", "chunk_size": "16", "w0": "per_direction", "reading": ""},
+        "vim": {},
+        "vrwkv": {},
+        "vit3": {},
+    },
+    formulas={function.__name__: function for function in _FORMULAS},
     headlines=(
         "text.abstract.",
         "text.5_3.flops_saved_1280",
@@ -77,6 +96,7 @@ PAPER = Paper(
     ),
     pictures=("figures/readme_resolution.png", "visualize/fig8_receptive_field.png", "visualize/fig3_*.png"),
     figures=FIGURES,
+    documents=(Document(file="readings.md", build=build_page, records="results/measured/*/readings/*"),),
     variants=Variants(
         options=VARIANTS,
         tables=(

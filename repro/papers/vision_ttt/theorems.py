@@ -1,0 +1,176 @@
+"""The equivalences of the paper's Appendix A and C, measured in fp64: `kernels.ttt_linear.reference` against what each one states.
+
+The right-hand sides share no code with the reference. Row vectors: q, k, v (T, d) are the rows of X^Q, X^K, X^V, and a token x reads
+the state W by x·W, so that the paper's W_t x_t is x_t·W here, with W transposed. Its η = 1/2 together with the factor 2 of its
+gradient is lr = 1.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ttt_linear.reference import Inner, ttt_linear_dual
+
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the equivalences are measured on.
+
+    Args:
+        shapes: (tokens T, head width d) of the sequences.
+        seeds: how many sequences of each shape are drawn.
+        chunk_size: tokens of a chunk where a form is compared for any chunk.
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ((2, 4), (7, 8), (16, 16), (81, 16), (196, 64))
+    seeds: int = 3
+    chunk_size: int = 16
+
+
+def measure_theorems(sizes: Sizes) -> dict[str, float]:
+    """The largest error of each equivalence over the shapes and seeds of `sizes`, as a share of the largest value of the right-hand side.
+
+    c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2; the last also for any W0. primal_plain, primal_ln: the dual form against
+    one state per token, without and with the inner LayerNorm. a2_corrected: the first mini-batch of A.2 with x_sᵀx_t.
+    a2_printed_smallest, a2_printed_largest: the same with the x_sᵀx_s that A.2 prints.
+    """
+    errors: dict[str, list[float]] = {}
+    for sequence in _draw(sizes):
+        for name, error in _measure(sequence, sizes.chunk_size).items():
+            errors.setdefault(name, []).append(error)
+    printed = errors.pop("a2_printed")
+    largest = {name: max(found) for name, found in errors.items()}
+    return {**largest, "a2_printed_smallest": min(printed), "a2_printed_largest": max(printed)}
+
+
+def attend_linearly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Eq. 3 of Appendix C, causal linear attention: z_t = Σ_{s≤t} (q_t·k_s) v_s."""
+    return torch.stack([sum((q[t] @ k[s]) * v[s] for s in range(t + 1)) for t in range(len(q))])
+
+
+def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
+    """The recurrence of Theorem C.2: W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t."""
+    W, out = W0, []
+    for q_t, k_t, v_t in zip(q, k, v, strict=True):
+        W = W - torch.outer(k_t, k_t @ W - v_t)
+        out.append(q_t @ W)
+    return torch.stack(out)
+
+
+def attend_to_adapted_values(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
+    """Eq. 4 of Appendix C: z_t = q_t W0 + Σ_{s≤t} (q_t·k_s) u_s with the adapted values u_s = v_s − k_s W_{s−1}.
+
+    W_{s−1} = W0 + Σ_{r<s} k_rᵀ u_r, so that all adapted values solve (I + strict lower triangle of K Kᵀ) U = V − K W0: no state is
+    computed.
+    """
+    U = torch.linalg.solve_triangular(torch.tril(k @ k.T, -1), v - k @ W0, upper=False, unitriangular=True)
+    return q @ W0 + torch.tril(q @ k.T) @ U
+
+
+def learn_by_primal_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    W0: Tensor,
+    b0: Tensor,
+    gamma: Tensor,
+    mu: Tensor,
+    chunk_size: int,
+    inner: Inner,
+) -> Tensor:
+    """Eq. 7 with a state for every token: W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, with the gradients by autograd at the chunk's start state.
+
+    Shapes as of one head of `ttt_linear_dual`: q, k, v (T, d), lr (T), scale (chunk_size), W0 (d, d), the others (d).
+    """
+    W, b, out = W0, b0 if inner == "ln" else torch.zeros_like(b0), []
+    for start in range(0, len(q), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        K, rate = k[chunk], lr[chunk]
+        Z = (K @ W + b).requires_grad_()
+        error = F.layer_norm(Z, Z.shape[-1:], gamma, mu, EPS) - (v[chunk] - K) if inner == "ln" else Z - v[chunk]
+        (G,) = torch.autograd.grad(error.square().sum() / 2, Z)
+        steps = torch.einsum("s,sd,se->sde", rate, K, G).cumsum(0)
+        c = scale[: len(K), None]
+        states, biases = W - c[..., None] * steps, b - c * (rate[:, None] * G).cumsum(0) * (inner == "ln")
+        read = torch.einsum("td,tde->te", q[chunk], states) + biases
+        out.append(q[chunk] + F.layer_norm(read, read.shape[-1:], gamma, mu, EPS) if inner == "ln" else read)
+        W, b = states[-1], biases[-1]
+    return torch.cat(out)
+
+
+def reconstruct(x: Tensor, W0: Tensor, lr: float, *, as_printed: bool) -> Tensor:
+    """The last line of A.2's display, z_t = x_t W0 − lr Σ_{s≤t} w_ts (x_s W0 − x_s), lr = 2η.
+
+    w_ts is x_s·x_t, as the definition z_t = W_t x_t makes it, or with `as_printed` the paper's x_s·x_s.
+    """
+    error = x @ W0 - x
+    weights = (x * x).sum(-1).expand(len(x), -1) if as_printed else x @ x.T
+    return x @ W0 - lr * torch.tril(weights) @ error
+
+
+def _draw(sizes: Sizes) -> Iterator[dict[str, Tensor]]:
+    """Sequences in fp64; keys have length 1, so that the delta rule neither grows nor forgets at once."""
+    for tokens, width in sizes.shapes:
+        for seed in range(sizes.seeds):
+            generator = torch.Generator().manual_seed(seed)
+
+            def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
+                return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+            q, k, v, x = (normal(tokens, width) for _ in range(4))
+            yield {
+                "q": q,
+                "k": F.normalize(k, dim=-1),
+                "v": v,
+                "x": x / width**0.5,
+                "W0": normal(width, width) / width**0.5,
+                "b0": normal(width) / 10,
+                "gamma": 1 + normal(width) / 10,
+                "mu": normal(width) / 10,
+                "lr": torch.sigmoid(normal(tokens)),
+                "scale": 1 / torch.arange(1, sizes.chunk_size + 1).double() + normal(sizes.chunk_size).abs() / 20,
+            }
+
+
+def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
+    q, k, v, x, W0 = (drawn[name] for name in ("q", "k", "v", "x", "W0"))
+    T, zero = len(q), torch.zeros_like(W0)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, W: Tensor, chunk_size: int) -> Tensor:
+        """The reference with steps of 1."""
+        lr, scale = torch.ones(T, dtype=torch.float64), torch.ones(chunk_size, dtype=torch.float64)
+        return _run(q, k, v, lr, scale, W, chunk_size=chunk_size, inner="plain")
+
+    state = [drawn[name] for name in ("b0", "gamma", "mu")]
+    general = [q, k, v, drawn["lr"], drawn["scale"], W0]
+    primal = {inner: learn_by_primal_form(*general, *state, chunk_size, inner) for inner in ("plain", "ln")}
+    reconstructed = plain(x, x, x, W0, T)
+    return {
+        "c1_linear_attention": _compare(plain(q, k, v, zero, T), attend_linearly(q, k, v)),
+        "c2_delta_rule": _compare(plain(q, k, v, zero, 1), apply_delta_rule(q, k, v, zero)),
+        "c2_adapted_value_view": _compare(plain(q, k, v, zero, 1), attend_to_adapted_values(q, k, v, zero)),
+        "c2_adapted_value_view_any_w0": _compare(plain(q, k, v, W0, 1), attend_to_adapted_values(q, k, v, W0)),
+        "primal_plain": _compare(_run(*general, chunk_size=chunk_size, inner="plain"), primal["plain"]),
+        "primal_ln": _compare(_run(*general, *state, chunk_size=chunk_size, eps=EPS), primal["ln"]),
+        "a2_corrected": _compare(reconstructed, reconstruct(x, W0, 1.0, as_printed=False)),
+        "a2_printed": _compare(reconstruct(x, W0, 1.0, as_printed=True), reconstructed),
+    }
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, scale: Tensor, *state: Tensor, **options: Any) -> Tensor:
+    """The reference on one sequence and one head: (T, d) -> (T, d)."""
+    q, k, v, lr = (each[None, :, None] for each in (q, k, v, lr))
+    return ttt_linear_dual(q, k, v, lr, scale, *(each[None] for each in state), **options)[0, :, 0]
+
+
+def _compare(found: Tensor, stated: Tensor) -> float:
+    """The largest difference over the largest value of what is stated."""
+    return ((found - stated).abs().max() / stated.abs().max()).item()

@@ -1,0 +1,39 @@
+"""`repro readings`: what each reading of the paper does to the printed counts, and, by hand, to the accuracy of a nano."""
+
+from typing import Annotated
+
+import typer
+
+from repro.core.errors import UserError
+from repro.core.paths import find_root
+
+from . import Stage
+
+STAGE = Stage(models=lambda params: ["vittt_tiny_patch16_224"], files=("repro/papers/vision_ttt/*.yaml",))
+
+
+def command(
+    train: Annotated[bool, typer.Option("--train", help="Train a nano by each reading, into results/measured/<device>/readings/.")] = False,
+    variant: Annotated[str | None, typer.Option(help="With --train: only this reading, in this process.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="With --train: a cell of prepare_data; by default that of pretrain's first Vittt.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="With --train: how many seeds of each reading to train: 0, 1, ...")] = 3,
+    epochs: Annotated[int | None, typer.Option(help="With --train: epochs of each training; by default as many as in pretrain.")] = None,
+    jobs: Annotated[
+        int, typer.Option(help="With --train: readings that train at once, over the GPUs; on a CPU they share the threads.")
+    ] = 1,
+    speed: Annotated[bool, typer.Option(help="With --train: measure the throughput when all are trained.")] = False,
+) -> None:
+    """Count what each reading of the paper changes: parameters and multiply-adds, of pairs too; with --train, its accuracy."""
+    from repro.papers.vision_ttt.grid import Grid, run_variants
+    from repro.papers.vision_ttt.readings import list_trained, record_fits
+
+    if train:
+        variants = {name: {"reading": text} if text else {} for name, text in list_trained().items()}
+        grid = Grid(stage="readings", variants=variants, flag="--train")
+        run_variants(grid, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+    elif variant is not None or data is not None or epochs is not None:
+        raise UserError("readings: --variant, --data and --epochs need --train")
+    else:
+        record_fits(find_root())

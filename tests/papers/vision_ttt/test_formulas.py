@@ -1,0 +1,95 @@
+"""The formulas of the ledger against by-hand counts, the models' own counts, and the numbers of an audit by hand."""
+
+from fractions import Fraction
+
+import pytest
+
+from repro.measure.flops import cost
+from repro.models.ttt_mixer import DESIGNS as BUILT
+from repro.papers import load_primary
+from repro.papers.vision_ttt import formulas
+from repro.papers.vision_ttt.formulas import (
+    DESIGNS,
+    padded_tokens,
+    score_tensors_gb,
+    table3_step_g,
+    table3_weights,
+    vim_blocks_g,
+    vim_trivial_g,
+    vittt_design_g,
+    vittt_g,
+    vittt_trivial_g,
+)
+from repro.report.arithmetic import agreement
+
+
+def test_the_designs_are_the_built_ones():
+    assert tuple(DESIGNS) == BUILT
+
+
+def test_eq_13_has_whole_chunks_alone():
+    """The last of 13 chunks has 4 of 196 tokens: 12·256 + 4² products of pairs and not 16·196, twice D = 192 in 2 directions and 12 layers."""
+    assert vittt_g(192, 196) - vittt_design_g("conv2d") == Fraction(2 * 2 * 192 * 12 * (16 * 196 - 12 * 256 - 16), 10**9)
+
+
+@pytest.mark.parametrize(
+    ("design", "class_tokens", "audited"),
+    [
+        ("ttt_layer", 0, "1.1705"),
+        ("share_qk", 0, "1.0838"),
+        ("gating", 0, "1.1705"),
+        ("conv1d", 0, "1.1705"),
+        ("dual", 0, "1.4448"),
+        ("conv2d", 0, "1.4448"),
+        ("conv2d", 1, "1.4520"),
+        ("conv2d", 2, "1.4592"),
+    ],
+)
+def test_eq_13_of_each_design_is_the_number_of_an_audit(design, class_tokens, audited):
+    assert agreement(vittt_design_g(design, class_tokens), audited)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_terms_that_it_leaves_out_are_the_rest_of_our_count(design):
+    """Conv1d, DWConv and the learning rates."""
+    convolutions = table3_weights(design) - 12 * DESIGNS[design][0] * 192**2
+    rest = Fraction(196 * (convolutions + 12 * 192 * 3), 10**9)
+    counted = cost("vittt_tiny_patch16_224", {"design": design}, (224, 224))
+    assert counted.macs_g == pytest.approx(float(vittt_design_g(design) + rest), rel=1e-12)
+    assert design != "conv2d" or vittt_trivial_g(192, 196) == rest
+
+
+@pytest.mark.parametrize(("size", "width"), [("tiny", 192), ("small", 384), ("base", 768)])
+def test_our_vim_is_eq_13_with_a_scan_of_8_and_what_eq_13_leaves_out(size, width):
+    """Our scan has 4 multiply-adds per state and direction, where Eq. 13 has 18 for both."""
+    counted = vim_blocks_g(width, 197, 8) + vim_trivial_g(width, 197)
+    assert round(counted * 10**9) == cost(f"vim_{size}_patch16_224", {}, (224, 224)).macs
+
+
+def test_steps_by_hand():
+    assert table3_step_g("share_qk") == Fraction(-12 * 36_864 * 196, 10**9)
+    assert table3_step_g("gating") == Fraction(12 * (36_864 + 4 * 192) * 196, 10**9)
+    assert table3_step_g("conv1d") == Fraction(12 * 4 * 192 * 196, 10**9)
+    assert table3_step_g("dual") == Fraction(12 * (2 * 36_864 + 8 * 192) * 196, 10**9)
+    assert table3_step_g("conv2d") == Fraction(12 * 9 * 192 * 196, 10**9)
+
+
+def test_memory_and_tokens_by_hand():
+    # DeiT-B at 1280x1280 and batch 64: 64·12 maps of 6400² fp16 scores
+    assert score_tensors_gb(12, 6400) * 10**9 == 64 * 12 * 40_960_000 * 2 == 62_914_560_000
+    assert score_tensors_gb(12, 6400, 2) == 2 * score_tensors_gb(12, 6400)
+    assert padded_tokens(1333, 800) == (1344 // 16) * (800 // 16) == 4200
+    assert padded_tokens(512, 512) == 1024
+
+
+def test_a_wrong_design_is_named():
+    with pytest.raises(ValueError, match="'conv3d' is no design of Table 3"):
+        vittt_design_g("conv3d")
+    with pytest.raises(ValueError, match="ttt_layer is the first design"):
+        table3_step_g("ttt_layer")
+
+
+def test_the_ledger_may_call_them():
+    known = load_primary().formulas
+    own = {name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens")) and callable(value)}
+    assert own <= set(known) and {"closed_form_params_m", "closed_form_macs_g"} <= set(known)

@@ -1,0 +1,88 @@
+"""The readings of the paper: complete, counted as an audit by hand counted them, and a page that follows its record."""
+
+import dataclasses
+import typing
+
+import pytest
+
+from repro.models.reading import Reading
+from repro.papers import load_primary
+from repro.papers.vision_ttt.readings import count_reading, fit_readings, list_alternatives, list_pairs, list_trained, load_choices
+
+D, L, H = 192, 12, 3
+
+
+@pytest.fixture(scope="module")
+def fits():
+    return fit_readings(load_primary().ledger)
+
+
+def test_every_switch_with_all_of_its_values_is_explained():
+    choices, hints = {choice.switch: choice for choice in load_choices()}, typing.get_type_hints(Reading)
+    assert set(choices) == {field.name for field in dataclasses.fields(Reading)}
+    for name, choice in choices.items():
+        readings = [Reading.of(f"{name}={value}") for value in choice.values]
+        assert readings[0] == Reading() and len(set(readings)) == len(readings) > 1, name
+        known = (False, True) if hints[name] is bool else typing.get_args(hints[name])
+        assert not known or {getattr(reading, name) for reading in readings} == set(known), name
+        assert choice.because.endswith(".") and choice.asks.endswith("?") and choice.refuted_by
+
+
+def test_the_counts_that_a_reading_is_compared_with():
+    """Table 3's six designs, S and B; the 3×3 convolution of three sizes; what sharing saves."""
+    found = count_reading(Reading())
+    assert [len(counts) for counts in found.values()] == [12, 8]
+    assert found["params_m"]["text.4_3.dwconv_params_b"] == 12 * 9 * 768 / 1e6
+    assert found["params_m"]["text.5_4.share_params_t"] == pytest.approx(12 * D * D / 1e6)
+    # one Conv1d of one direction: a kernel of 4 and a bias for 192 channels
+    together = count_reading(Reading(conv1d_arrival="together"))
+    change = found["params_m"]["table3.gating.params_m"] - together["params_m"]["table3.gating.params_m"]
+    assert change == pytest.approx(L * 5 * D / 1e6)
+    assert {name for name in found["params_m"] if found["params_m"][name] != together["params_m"][name]} == {"table3.gating.params_m"}
+
+
+# alternative -> how many of Table 3's six rows fit by the audit, which counted with both Conv1d in the row named after them
+AUDIT = {
+    "": 5,
+    "post_norm=per_direction": 5,
+    "post_norm=none": 5,
+    "inner_norm=shared": 5,
+    "token_scale=shared": 5,
+    "token_scale=fixed": 5,
+    "gate_bias=true": 5,
+    "out_bias=true": 5,
+    "positions=patches_and_class": 5,
+    "learning_rate=per_direction": 4,
+    "conv1d_bias=false": 3,
+    "conv1d_kernel=3": 3,
+    "conv1d_count=1": 2,
+}
+
+
+@pytest.mark.parametrize("text", AUDIT)
+def test_rows_of_table_3_that_fit_as_an_audit_by_hand_found(text):
+    from repro.report.arithmetic import agreement
+
+    entries = load_primary().ledger.entries
+    counts = count_reading(Reading.of(",".join(filter(None, ("conv1d_arrival=together", text)))))["params_m"]
+    rows = {name: value for name, value in counts.items() if name.startswith("table3.")}
+    assert sum(agreement(value, entries[name].printed) is not None for name, value in rows.items()) == AUDIT[text]
+
+
+def test_ours_fits_all_and_what_arrives_together_does_not(fits):
+    assert fits["params_entries"] == 12 and fits["readings"][""]["params_fit"] == 12
+    assert fits["readings"]["conv1d_arrival=together"]["missed"][0] == "table3.gating.params_m"
+    assert fits["readings"]["dwconv_bias=true"]["missed"][0] == "text.4_3.dwconv_params_b"
+
+
+def test_pairs_are_of_two_switches(fits):
+    assert list_pairs(["a=1", "a=2", "b=1"]) == ["a=1,b=1", "a=2,b=1"]
+    assert "gate_bias=true,post_norm=none" in fits["pairs"]
+    assert not any("gate_activation" in text for text in fits["pairs"])  # it changes no count
+
+
+def test_trained_are_those_that_change_vittt_itself():
+    trained = list_trained()
+    assert trained["ours"] == "" and trained["post_norm_none"] == "post_norm=none"
+    assert len(trained) == len(set(trained)) == 1 + len(list_alternatives()) - 4
+    assert not any(text.startswith(("conv1d_arrival", "dwconv_class_tokens")) for text in trained.values())
