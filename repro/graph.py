@@ -12,7 +12,7 @@ from typing import Any
 
 from .core.config import load_section, load_yaml
 from .core.errors import RunError, UserError
-from .core.hashing import hash_files, import_closure
+from .core.hashing import hash_sources, import_closure
 from .core.paths import Paths
 from .core.record import write_json
 
@@ -25,8 +25,13 @@ def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any)
     stage = table[name]
     # a family's module begins the names of its models; timm's own models have none here
     families = {f"repro.models.{model.partition('_')[0]}" for model in stage.models(params)}
-    files = [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
-    return sorted({*import_closure(paths.root, [f"stages.{name}", *families, *stage.modules(params)]), *files})
+    modules = [f"stages.{name}", *families, *stage.modules(params)]
+    return sorted({*import_closure(paths.root, modules), *_find_named_files(paths, stage)})
+
+
+def _find_named_files(paths: Paths, stage: Any) -> list[str]:
+    """The files that a stage names in its row of the table, relative to the checkout's root."""
+    return [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
 
 
 def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
@@ -44,7 +49,9 @@ def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
             continue
         file = paths.results / "code" / (f"{name}/{cell}.json" if cell else f"{name}.json")
         sources = find_sources(paths, table, name, params)
-        write_json(file, {"code_hash": hash_files(paths.root, sources), "files": len(sources)})
+        # what a stage names itself it reads as text: the report shows the docstrings of the verbs
+        code_hash = hash_sources(paths.root, sources, whole=_find_named_files(paths, table[name]))
+        write_json(file, {"code_hash": code_hash, "files": len(sources)})
     if wrong is not None:
         raise wrong
 
