@@ -88,11 +88,14 @@ def provenance(results: Results) -> Section:
         if "code_hash" in identity:  # not that of the machine itself
             versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
             dtype, backend, *hashes = (str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash"))
-            rows.append([code(source.path), source.device, dtype, backend, source.commit, *hashes, versions])
+            command, vector = identity.get("command"), (identity.get("machine") or {}).get("vector")
+            device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
+            made_by = code(command) if command else "–"
+            rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
         return Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])
-    header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
-    text = "Each record names what explains its numbers; code and params are hashes."
+    header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
+    text = "Each record names what explains its numbers; code and params are hashes, and a CPU's last word is what PyTorch computes with."
     return Section("Provenance", [(text,), (REPEATS,), table(header, rows)])
 
 
