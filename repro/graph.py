@@ -1,6 +1,6 @@
-"""The graph of dvc.yaml: which sources each stage depends on, and what is fresh, stale, missing or interrupted.
+"""The graph of dvc.yaml: which sources each stage depends on, what is fresh, stale, missing or interrupted, and which records are old.
 
-Every function takes the table of stages, name -> `stages.Stage`.
+`table` is everywhere the table of stages, name -> `stages.Stage`.
 """
 
 import json
@@ -12,9 +12,13 @@ from typing import Any
 
 from .core.config import load_section, load_yaml
 from .core.errors import RunError, UserError
-from .core.hashing import hash_files, import_closure
+from .core.hashing import hash_code, hash_sources, import_closure
 from .core.paths import Paths
-from .core.record import write_json
+from .core.record import read_json, write_json
+
+# why a record is old
+OTHER_CODE = "made by other code than is here"
+OLDER_VERSION = "made by an older version, which does not name its code"
 
 
 def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any) -> list[str]:
@@ -25,8 +29,13 @@ def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any)
     stage = table[name]
     # a family's module begins the names of its models; timm's own models have none here
     families = {f"repro.models.{model.partition('_')[0]}" for model in stage.models(params)}
-    files = [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
-    return sorted({*import_closure(paths.root, [f"stages.{name}", *families, *stage.modules(params)]), *files})
+    modules = [f"stages.{name}", *families, *stage.modules(params)]
+    return sorted({*import_closure(paths.root, modules), *_find_named_files(paths, stage)})
+
+
+def _find_named_files(paths: Paths, stage: Any) -> list[str]:
+    """The files that a stage names in its row of the table, relative to the checkout's root."""
+    return [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
 
 
 def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
@@ -44,7 +53,9 @@ def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
             continue
         file = paths.results / "code" / (f"{name}/{cell}.json" if cell else f"{name}.json")
         sources = find_sources(paths, table, name, params)
-        write_json(file, {"code_hash": hash_files(paths.root, sources), "files": len(sources)})
+        # what a stage names itself it reads as text: the report shows the docstrings of the verbs
+        code_hash = hash_sources(paths.root, sources, whole=_find_named_files(paths, table[name]))
+        write_json(file, {"code_hash": code_hash, "files": len(sources)})
     if wrong is not None:
         raise wrong
 
@@ -100,6 +111,30 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
         else:
             rows.append((name, "fresh", ""))
     return rows
+
+
+def find_old_records(paths: Paths) -> dict[str, list[str]]:
+    """Why records are old -> those records under results/, the ones that were measured by hand among them, in the order of their paths.
+
+    A record is old where the modules that it names have another code now, or where it names none. What a seed left in the folder of
+    its cell goes with the cell.
+
+    Raises:
+        UserError: a damaged record.
+    """
+    old: dict[str, list[str]] = {OTHER_CODE: [], OLDER_VERSION: []}
+    code: dict[tuple[str, ...], str] = {}  # modules -> the hash of their code now
+    for file in sorted(paths.results.rglob("*.json")):
+        content = {} if file.parent.name == "seeds" else read_json(file)
+        identity = content.get("identity") if isinstance(content, dict) else None
+        if not isinstance(identity, dict) or "code_hash" not in identity:  # no record, or that of the machine itself
+            continue
+        modules = tuple(identity.get("code_modules") or ())
+        if modules and modules not in code:
+            code[modules] = hash_code(paths.root, modules)
+        if not modules or identity["code_hash"] != code[modules]:
+            old[OTHER_CODE if modules else OLDER_VERSION].append(file.relative_to(paths.root).as_posix())
+    return {why: records for why, records in old.items() if records}
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:

@@ -1,4 +1,6 @@
-"""`repro status`: what is fresh, stale, missing or interrupted, and the next command."""
+"""`repro status`: what is fresh, stale, missing or interrupted, the next command, and which records the code here did not make."""
+
+from collections.abc import Iterable
 
 from . import Stage, load_stages
 
@@ -6,14 +8,28 @@ STAGE = Stage(purpose="check")
 
 
 def command() -> None:
-    """Show each stage and cell: fresh, stale, missing or interrupted, and the command to run next."""
+    """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that other code made."""
     from repro.core.paths import find_root
     from repro.core.ui import print_table
-    from repro.graph import find_status
+    from repro.graph import find_old_records, find_status
 
-    rows = find_status(find_root(), load_stages())
+    paths = find_root()
+    rows = find_status(paths, load_stages())
     print_table(["stage", "status", "why"], rows)
     waiting = [name for name, status, _ in rows if status != "fresh"]
     stopped = [name for name, status, _ in rows if status == "interrupted"]
     command_line = f"dvc repro {stopped[0]}" if stopped else "dvc repro" if waiting else None
     print(f"next: {command_line}" if command_line else "nothing to do; results/tables.md is up to date")
+    for why, records in find_old_records(paths).items():
+        print(f"\n{len(records)} record{'s' if len(records) > 1 else ''} {why}:")
+        print("\n".join(group_records(records)))
+
+
+def group_records(records: Iterable[str]) -> list[str]:
+    """A line for each folder of cells: `results/pretrain: a, b`; of a record that is not its cell's only one, the file's name goes along."""
+    groups: dict[str, list[str]] = {}
+    for record in records:
+        *folders, cell, file = record.removesuffix(".json").split("/")
+        name = cell if file == "metrics" else f"{cell}/{file}"
+        groups.setdefault("/".join(folders), []).append(name)
+    return [f"{folder}: {', '.join(names)}" for folder, names in groups.items()]

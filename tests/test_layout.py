@@ -41,7 +41,7 @@ ALLOWED = {
     "repro.models": ("kernels", "repro.core"),
     "repro.report": ("repro.core",),
     "repro.training": ("repro.core",),
-    "repro.measure": ("kernels", "repro.models"),
+    "repro.measure": ("kernels", "repro.core", "repro.models"),
     "repro.explain": ("kernels", "repro.core", "repro.models"),
     "repro.tasks": ("repro.core", "repro.data", "repro.models", "repro.training"),
     "repro.inference": ("kernels", "repro.core", "repro.data", "repro.models", "repro.explain", "repro.tasks"),

@@ -12,6 +12,7 @@ from ..core.ui import track
 from ..measure.adapted import adapted_cost
 from ..measure.flops import Cost, cost
 from ..measure.speed import row_id
+from ..models.registry import family_module
 from .params import ADAPTER, ComplexityParams, SizePair
 
 SAVED_AT = 1280  # the image size at which the paper states what Vittt saves (Fig. 1)
@@ -41,7 +42,9 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     write_csv(folder / "terms.csv", [term for name, counted in costs.items() for term in _list_terms(name, counted)])
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
-    identity = make_identity(paths.root, ["stages.complexity"], params, device=counted_only, dtype="fp32", backend=counted_only)
+    # families are found by lying in repro.models, where no import names them
+    families = {family_module(options.get("backbone", model)) for model, options, _ in params.rows()}
+    identity = make_identity(paths.root, ["stages.complexity", *families], params, device=counted_only, dtype="fp32", backend=counted_only)
     write_record(folder, metrics, identity, time.monotonic() - started)
     savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
     print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..core.runtime import Runtime, choose_device, device_label, device_slug, to
 from ..measure.conclude import compare_at, conclude
 from ..measure.op_rate import OP_SIZES, kept_for_backward, op_rate
 from ..measure.sweep import SIZES, family_rows, group_rows
+from ..models.registry import family_module
 from .loop import COLUMNS, ROW_KEYS, RowStore, measure_gates, measure_pairs, measure_rows, require_keys, write_rows
 from .params import EfficiencyParams, OpParams, SweepParams
 
@@ -51,7 +52,7 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     folder = paths.results / "efficiency"
     write_rows(folder / "rows.csv", rows, GRID_COLUMNS)
     metrics = {"rows": rows, **compare_at(COMPARED_AT, pairs, rows), "op": {**op, "device": label}}
-    identity = make_identity(paths.root, ["stages.efficiency"], params, device=label, dtype=params.dtype, backend=backend)
+    identity = make_identity(paths.root, _list_code(rows), params, device=label, dtype=params.dtype, backend=backend)
     write_record(folder, metrics, identity, time.monotonic() - started)
 
 
@@ -80,7 +81,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> None:
         missing = [{"image_size": side, "expected_s": seconds} for side, seconds in left_out.items()]
         metrics = {"rows": rows, "left_out": missing, "gates": gates, **conclude(rows, gates)}
         backends = ", ".join(sorted({row["backend"] for row in rows if row["status"] == "ok"})) or "none"
-        identity = make_identity(paths.root, ["stages.efficiency"], params, device=label, dtype=params.dtype, backend=backends)
+        identity = make_identity(paths.root, _list_code(rows), params, device=label, dtype=params.dtype, backend=backends)
         write_rows(folder / "efficiency.csv", rows)
         write_record(folder, metrics, identity, time.monotonic() - started, name="efficiency")
 
@@ -114,6 +115,11 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
     return device, device_label(device)
+
+
+def _list_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The modules on whose sources rows depend; families are found by lying in repro.models, where no import names them."""
+    return ["stages.efficiency", *{family_module(row["model"]) for row in rows}]
 
 
 def _measure_op(params: OpParams, *, device: str, dtype: str, backend: str) -> dict[str, Any]:

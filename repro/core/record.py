@@ -10,9 +10,11 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from .config import params_hash
 from .errors import UserError
 from .hashing import hash_code, hash_file
+from .runtime import describe_place
 
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy")
 
@@ -92,21 +95,50 @@ def make_identity(
     """What explains a number.
 
     Args:
-        code: entry modules of the stage (dotted names); the hash covers their first-party import closure.
+        code: entry modules of the stage (dotted names); the hash covers their first-party import closure, so that
+            `hash_code(root, identity["code_modules"])` is the hash of the same code in another checkout.
         config: the stage's params dataclass.
         device: see `runtime.device_label`.
         backend: which implementation of the kernels ran.
+
+    Returns:
+        {code_hash, code_modules, command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions};
+        for the machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
     """
+    modules, command = sorted(set(code)), find_command(root, sys.argv)
     return {
-        "code_hash": hash_code(root, code),
+        "code_hash": hash_code(root, modules),
+        "code_modules": modules,
+        "command": command,
+        **({} if command else {"command_reason": "made by a program of its own"}),
         "parent_commit": _parent_commit(root),
         "params_hash": params_hash(config),
         "data_manifest_hash": hash_file(data_manifest) if data_manifest else None,
         "device": device,
+        "machine": describe_place(device),
         "dtype": dtype,
         "backend": backend,
         "versions": versions(),
     }
+
+
+def find_command(root: Path, argv: Sequence[str]) -> str | None:
+    """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for another program.
+
+    An absolute path is written from the checkout at `root` on; `.../` and the last part stand for one elsewhere.
+    """
+    program = Path(argv[0])
+    if program.stem != "repro" and program.parts[-2:] != ("repro", "__main__.py"):  # the script, or `python -m repro`
+        return None
+    return shlex.join(["repro", *(_hide_folders(word, root) for word in argv[1:])])
+
+
+def _hide_folders(word: str, root: Path) -> str:
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    path = Path(value)
+    if not path.is_absolute():
+        return word
+    return f"{option}{equals}{path.relative_to(root) if path.is_relative_to(root) else f'.../{path.name}'}"
 
 
 def versions() -> dict[str, str | None]:

@@ -4,13 +4,20 @@ import dataclasses
 import os
 import platform
 import random
+import re
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
+
+_VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
+# BLAS_INFO of PyTorch's build settings -> the library
+_BLAS = {"mkl": "Intel MKL", "open": "OpenBLAS", "accelerate": "Apple Accelerate", "veclib": "Apple vecLib", "acl": "Arm Compute Library"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,12 +87,13 @@ def usable_cores() -> int:
 
 
 def device_label(device: Any, threads: int | None = None) -> str:
-    """What a result says of its device: `cuda: NVIDIA L40S` or `cpu: AMD EPYC, 2 threads`."""
+    """What a result says of its device: `cuda: NVIDIA L40S`, `cpu: AMD EPYC, 2 threads` or `cpu: AMD EPYC, 1 thread`."""
     import torch
 
     if torch.device(device).type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
-    return f"cpu: {cpu_name()}, {threads or torch.get_num_threads()} threads"
+    count = threads or torch.get_num_threads()
+    return f"cpu: {cpu_name()}, {count} thread{'s' if count != 1 else ''}"
 
 
 def device_slug(device: Any) -> str:
@@ -98,10 +106,28 @@ def device_slug(device: Any) -> str:
 
 def cpu_name() -> str:
     """The processor's model name, without importing torch."""
+    return _read_cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def _read_cpuinfo() -> dict[str, str]:
+    """What the system says of its first processor; empty where there is no /proc/cpuinfo."""
     file = Path("/proc/cpuinfo")  # on Linux
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, None) or platform.processor() or platform.machine()
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
+    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; what is unknown is None, with <name>_reason.
+
+    The flags are those of vector instructions, by which sums are rounded and products are fast, in alphabetical order. Processors of
+    one name may differ in both.
+    """
+    numbers = [cpuinfo.get(field) for field in ("cpu family", "model", "stepping")]
+    flags = cpuinfo.get("flags", cpuinfo.get("Features"))  # x86, ARM
+    found: dict[str, Any] = {"family_model_stepping": None if None in numbers else " ".join(map(str, numbers))}
+    found["flags"] = None if flags is None else sorted(filter(_VECTOR_FLAG.fullmatch, set(flags.split())))
+    return found | {f"{name}_reason": "/proc/cpuinfo does not say it" for name, value in found.items() if value is None}
 
 
 def gpu_names() -> list[str]:
@@ -115,16 +141,54 @@ def gpu_names() -> list[str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What benchmark numbers depend on: {cpu, cores, usable_cores, gpus, memory_gib}, without importing torch.
+    """What benchmark numbers depend on: {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}; no torch is imported.
 
-    `usable_cores` counts the CPUs that this process may run on. `gpus` has name and driver of each NVIDIA GPU. Memory is in whole
-    GiB, so that a kernel update which reserves a little more changes nothing; None comes with memory_gib_reason.
+    For the processor, see `describe_cpu`. `usable_cores` counts the CPUs that this process may run on. `gpus` has name and driver of
+    each NVIDIA GPU. Memory is in whole GiB, so that a kernel update which reserves a little more changes nothing; None comes with
+    memory_gib_reason.
     """
-    found = {"cpu": cpu_name(), "cores": os.cpu_count(), "usable_cores": usable_cores(), "gpus": gpu_names()}
+    found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo()), "cores": os.cpu_count(), "usable_cores": usable_cores()}
+    found["gpus"] = gpu_names()
     try:
         return found | {"memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
     except (AttributeError, ValueError, OSError):
         return found | {"memory_gib": None, "memory_gib_reason": "this system does not report it through sysconf"}
+
+
+def describe_place(device: str) -> dict[str, Any]:
+    """What the numbers of a record that this process made on a device depend on, beside versions.
+
+    Args:
+        device: the record's device, see `device_label`.
+
+    Returns:
+        {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`; `vector` names the instructions that PyTorch
+        uses, `blas` its library of matrix products. For a GPU also `gpus`, see `describe_machine`, and `cuda`, the version that
+        PyTorch was built with. What is unknown is None, with <name>_reason: torch is asked only where the process has imported it.
+    """
+    found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo())}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        found |= {"vector": None, "blas": None, "threads": None}
+        found |= {f"{name}_reason": "made without PyTorch" for name in ("vector", "blas", "threads")}
+    else:
+        found |= {"vector": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+        found["blas"] = parse_blas(torch.__config__.show())
+        if found["blas"] is None:
+            found["blas_reason"] = "torch.__config__ names none that is known"
+    if device.startswith("cuda"):
+        found |= {"gpus": gpu_names() or None, "cuda": torch.version.cuda if torch else None}
+        reasons = {"gpus": "nvidia-smi does not answer", "cuda": "made without PyTorch's CUDA"}
+        found |= {f"{name}_reason": reason for name, reason in reasons.items() if found[name] is None}
+    return found
+
+
+def parse_blas(built_with: str) -> str | None:
+    """The library of matrix products in the text of `torch.__config__.show()`, e.g. `Intel oneAPI MKL 2024.2`; None without a known one."""
+    if mkl := re.search(r"(oneAPI )?Math Kernel Library Version ([\d.]+)", built_with):
+        return f"Intel {mkl[1] or ''}MKL {mkl[2]}"
+    named = re.search(r"BLAS_INFO=(\w+)", built_with)
+    return _BLAS.get(named[1].lower()) if named else None
 
 
 def seed_everything(seed: int, *, deterministic: bool = True) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.noise import describe_noise, mark_noise
 from .op_rate import OPERATORS
 from .sweep import GROUP_KEYS, SIZES, family_rows, group_rows, row_key
 
@@ -15,17 +16,19 @@ _GROWTH_FROM = 512  # pixels; below this, costs that do not grow with the tokens
 def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare the rows of `speed.measure`, each with its `run`, and fit their growth; for the gates, see `op_rate.measure_gate`.
 
-    Only rows of one batch size, dtype, mode and compilation are set against each other.
+    Only rows of one batch size, dtype, mode and compilation are set against each other. A noisy row gives no time: see `core.noise`.
 
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, memory_saved_percent, crossover,
         crossover_image_size}: Vittt against each other family at the largest image size where both ran. The numbers are None, with a
-        reason, where there is no such size, or where the other family is not known to be as fast as it should be.
+        reason, where there is no such size, or where the other family is not known to be as fast as it should be. The speed-up is None,
+        with speedup_reason, where one of its rows is noisy; the crossover is among the image sizes without a noisy row.
         `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent, latency_exponent,
-        memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its exponent, fitted from 512 pixels on.
+        memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its exponent, fitted from 512 pixels on;
+        the time without its noisy rows, whose sides are in `noisy_image_sizes`.
         `repeated`: {rows, overlap_percent} of the rows that were measured twice.
     """
-    first = [row for row in rows if row["run"] == 1]
+    first = mark_noise(row for row in rows if row["run"] == 1)
     compared, growth = [], []
     for values, group in group_rows(first).items():
         about = dict(zip(GROUP_KEYS, values, strict=True))
@@ -54,9 +57,9 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
 
     Returns:
         {speedup_at_<image_size>, memory_saved_at_<image_size>_percent}, both of them {name: {vs_deit_unfused, vs_deit_fused}}, where
-        None stands beside a reason.
+        None stands beside a reason. A noisy row gives no speed-up.
     """
-    at_size = {(row["model"], row["attention"]): row for row in rows if row["image_size"] == [image_size, image_size]}
+    at_size = {(row["model"], row["attention"]): row for row in mark_noise(rows) if row["image_size"] == [image_size, image_size]}
     speedup, saved = {}, {}
     for name, (model, baseline) in pairs.items():
         speedup[name], saved[name] = {}, {}
@@ -72,8 +75,12 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
 
 
 def compare_rows(ours: Row, theirs: Row) -> tuple[float | None, float | None]:
-    """How many times as fast `ours` is as `theirs`, and how many percent less memory it takes; None where a row lacks the quantity."""
-    speedup = theirs["latency_ms"] / ours["latency_ms"] if ours["latency_ms"] and theirs["latency_ms"] else None
+    """How many times as fast `ours` is as `theirs`, and how many percent less memory it takes, of rows with `noisy`.
+
+    None where a row lacks the quantity, and no speed-up where one is noisy. Other work slows a step; it does not change its memory.
+    """
+    is_known = ours["latency_ms"] and theirs["latency_ms"] and not (ours["noisy"] or theirs["noisy"])
+    speedup = theirs["latency_ms"] / ours["latency_ms"] if is_known else None
     peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
     return speedup, 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
 
@@ -126,9 +133,11 @@ def overlap_percent(first: Iterable[Row], second: Iterable[Row]) -> float | None
 
 
 def _describe(row: Row | None, key: str) -> str:
-    """Say why a row gives no ratio: it is not in the params, it ended otherwise than `ok`, or it lacks the quantity."""
+    """Say why a row gives no ratio: it is not in the params, it is noisy, it ended otherwise than `ok`, or it lacks the quantity."""
     if row is None:
         return "not in params"
+    if row["noisy"] and key == "latency_ms":
+        return describe_noise(row)
     return f"without {key}" if row["status"] == "ok" and not row[key] else row["status"]
 
 
@@ -139,14 +148,23 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row], gates: Seq
     if reason is not None:
         empty = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
         return {**empty, "reason": reason}
-    speedup, saved = compare_rows(our_rows[both[-1]], their_rows[both[-1]])
-    relation, side = crossover(*({side: rows[side]["latency_ms"] for side in both} for rows in (our_rows, their_rows)))
-    found = {"image_size": both[-1], "speedup": speedup, "memory_saved_percent": saved}
-    found |= {"crossover": relation, "crossover_image_size": side}
-    if side is None:
-        found["crossover_image_size_reason"] = f"{relation} faster among the measured image sizes"
+    at_largest = our_rows[both[-1]], their_rows[both[-1]]
+    speedup, saved = compare_rows(*at_largest)
+    found: dict[str, Any] = {"image_size": both[-1], "speedup": speedup, "memory_saved_percent": saved}
+    if speedup is None:
+        noisy = [f"{row['model']} at {both[-1]} is {describe_noise(row)}" for row in at_largest if row["noisy"]]
+        found["speedup_reason"] = "; ".join(noisy)
     if saved is None:
         found["memory_saved_percent_reason"] = "a peak is not known"
+    quiet = [side for side in both if not (our_rows[side]["noisy"] or their_rows[side]["noisy"])]
+    if not quiet:
+        found |= {"crossover": None, "crossover_image_size": None}
+        return found | dict.fromkeys(("crossover_reason", "crossover_image_size_reason"), "a row of each image size is noisy")
+    relation, side = crossover(*({side: rows[side]["latency_ms"] for side in quiet} for rows in (our_rows, their_rows)))
+    found |= {"crossover": relation, "crossover_image_size": side}
+    if side is None:
+        scope = "the measured image sizes" if quiet == both else "the image sizes without a noisy row"
+        found["crossover_image_size_reason"] = f"{relation} faster among {scope}"
     return found
 
 
@@ -166,11 +184,13 @@ def _withhold(family: str, theirs: Sequence[Row], gates: Sequence[Mapping[str, A
 
 def _fit_growth(rows: Sequence[Row]) -> dict[str, Any]:
     by_side = {row["image_size"][0]: row for row in rows if row["image_size"][0] >= _GROWTH_FROM}
-    found: dict[str, Any] = {"image_sizes": sorted(by_side)}
+    quiet = {side: row for side, row in by_side.items() if not row["noisy"]}
+    found: dict[str, Any] = {"image_sizes": sorted(by_side), "noisy_image_sizes": sorted(by_side.keys() - quiet.keys())}
     for name, key in _QUANTITIES.items():
-        found[f"{name}_exponent"] = exponent({side: row[key] for side, row in by_side.items() if row[key] is not None})
-    ratio = by_side[1280]["latency_ms"] / by_side[640]["latency_ms"] if {640, 1280} <= by_side.keys() else None
+        of_fit = quiet if key == "latency_ms" else by_side
+        found[f"{name}_exponent"] = exponent({side: row[key] for side, row in of_fit.items() if row[key] is not None})
+    ratio = quiet[1280]["latency_ms"] / quiet[640]["latency_ms"] if {640, 1280} <= quiet.keys() else None
     found["latency_1280_over_640"] = ratio
     if None in found.values():
-        found["reason"] = "too few image sizes were measured"
+        found["reason"] = "too few image sizes were measured, or too few of them without noise"
     return found

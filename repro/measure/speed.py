@@ -82,7 +82,8 @@ def measure(spec: RowSpec) -> dict[str, Any]:
 
     Returns:
         {model, options, attention, attention_kernel, image_size, batch_size, dtype, device, backend, mode, compile, num_params, macs_g,
-        throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}.
+        throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}, of a row
+        that was measured also {threads, cores, load_average}, the load of the machine over the minute before, where the system tells it.
         `latency_ms` is the median over the steps, `latency_ms_ci95` its `median_interval`, and the throughput is batch size over
         latency. `attention_kernel` names the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or `timeout`;
         for the latter two, everything that was not measured is None and `reason` says why.
@@ -170,6 +171,8 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     from ..models.registry import kernel_backend
     from . import build
 
+    # before the row's own work adds to it
+    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     if spec.threads:
         torch.set_num_threads(spec.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -192,6 +195,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     row = {"status": "ok", "backend": backend, "attention_kernel": kernel, "peak_memory_mib": peak_mib, "peak_memory_method": method}
     row |= {"throughput_img_per_s": spec.batch_size * 1e3 / latency, "latency_ms": latency}
     row |= {"latency_ms_ci95": interval, "steps": len(samples), "samples_ms": [round(s, 3) for s in samples]}
+    row |= {"threads": torch.get_num_threads(), "cores": os.cpu_count(), **load}
     if interval is None:
         row["latency_ms_ci95_reason"] = f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
     if peak_mib is None:

@@ -96,14 +96,14 @@ class RowSchedule:
         """Yield each row to measure, with the seconds expected for it and all later rows; call `note` before the next one."""
         end = self._clock() + self._budget_s
         for number, group in enumerate(self._groups):
-            needed_s = sum(map(self._expect, group))
+            needed_s = sum(map(self.expect, group))
             if number and needed_s > end - self._clock():
                 self.left_out[group[0].image_size[0]] = needed_s
                 continue
             for place, spec in enumerate(group):
                 ahead = [*group[place:], *itertools.chain(*self._groups[number + 1 :])]
                 remaining_s = max(end - self._clock(), 0.0)
-                yield spec, min(sum(map(self._expect, ahead)), remaining_s) if self._seconds_per_gmac else None
+                yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._seconds_per_gmac else None
 
     def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> None:
         """Learn from a measured row, which took so many seconds (None in an earlier call), how long later rows of its model take."""
@@ -114,7 +114,8 @@ class RowSchedule:
             stepping_s = sum(row["samples_ms"]) / 1e3 * (1 + spec.warmup / len(row["samples_ms"]))
             self._start_s.append(max(seconds - stepping_s, 0.0))
 
-    def _expect(self, spec: RowSpec) -> float:
+    def expect(self, spec: RowSpec) -> float:
+        """The seconds that a row is expected to take, its process included."""
         start_s = sum(self._start_s) / len(self._start_s) if self._start_s else _START_S
         rate = self._seconds_per_gmac.get((spec.model, spec.attention))
         if rate is None:  # a smaller row of this model failed, and this one is expected to fail as early

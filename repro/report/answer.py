@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.figures import against_resolution
+from ..core.noise import describe_noise
 from ..core.record import read_json, write_json
 from .claims import Report
 from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
@@ -195,7 +196,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
         for attention in ("fused", "unfused"):
             row = speeds.rows.get((contest.theirs[0], attention, size))
             ratio = ""
-            if ours and row and ours["latency_ms"] and row["latency_ms"]:
+            if ours and row and ours["latency_ms"] and row["latency_ms"] and not (ours["noisy"] or row["noisy"]):
                 ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
             shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
         facts.append((f"{contest.title} at {size}²", "; ".join(shown), "the same" if facts else f"{speeds.scope}; {how}"))
@@ -235,4 +236,5 @@ def _format_row(row: Mapping[str, Any] | None) -> str:
     if row["status"] != "ok":
         return row["status"]
     memory = f", {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
-    return f"{significant(row['latency_ms'])} ms{memory}"
+    noise = f", {describe_noise(row)}" if row["noisy"] else ""
+    return f"{significant(row['latency_ms'])} ms{memory}{noise}"

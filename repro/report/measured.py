@@ -32,7 +32,7 @@ def speed_and_memory(results: Results) -> Section:
     text = (
         "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
         "twice: `unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today. These rows stand for "
-        "their own device only."
+        "their own device only. A row is noisy where other work on the machine disturbed it (`docs/benchmark.md`): it gives no ratio."
     )
     blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
@@ -88,11 +88,14 @@ def provenance(results: Results) -> Section:
         if "code_hash" in identity:  # not that of the machine itself
             versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
             dtype, backend, *hashes = (str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash"))
-            rows.append([code(source.path), source.device, dtype, backend, source.commit, *hashes, versions])
+            command, vector = identity.get("command"), (identity.get("machine") or {}).get("vector")
+            device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
+            made_by = code(command) if command else "–"
+            rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
         return Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])
-    header = ["record", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
-    text = "Each record names what explains its numbers; code and params are hashes."
+    header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
+    text = "Each record names what explains its numbers; code and params are hashes, and a CPU's last word is what PyTorch computes with."
     return Section("Provenance", [(text,), (REPEATS,), table(header, rows)])
 
 
@@ -136,7 +139,10 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
 def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
     if row is None:
         return "–"
-    return number(significant(row[key])) if row["status"] == "ok" else row["status"]
+    if row["status"] != "ok":
+        return row["status"]
+    is_time = key in ("latency_ms", "throughput_img_per_s")
+    return number(f"{significant(row[key])} (noisy)" if row["noisy"] and is_time else significant(row[key]))
 
 
 def _with_attention(row: Mapping[str, Any]) -> str:
@@ -144,12 +150,13 @@ def _with_attention(row: Mapping[str, Any]) -> str:
 
 
 def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
-    if found["speedup"] is None:
+    if found["speedup"] is None and "reason" in found:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     place, saved = found["crossover_image_size"], found["memory_saved_percent"]
-    faster = found["crossover"] if place is None else f"{found['crossover']} {place:.0f}²"
+    faster = (found["crossover"] or "–") if place is None else f"{found['crossover']} {place:.0f}²"
+    speedup = f"no ratio: {found['speedup_reason']}" if found["speedup"] is None else number(f"{significant(found['speedup'])}×")
     memory = "–" if saved is None else number(f"{significant(saved)} %")
-    return [found["size"], found["against"], number(f"{found['image_size']}²"), number(f"{significant(found['speedup'])}×"), memory, faster]
+    return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, faster]
 
 
 def _speed_row(row: Mapping[str, Any]) -> list[Piece]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
+from ..core.noise import describe_noise, mark_noise
 from ..core.paths import Paths
 from ..core.record import read_json
 from .paper import Paper
@@ -28,7 +29,7 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
-_BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of the first backend counts
+_BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of the first backend counts, then a quiet one
 
 
 class Missing(Exception):
@@ -85,15 +86,16 @@ class Results:
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
-        """The speed rows of all devices, grouped by what may be compared. What was measured a second time is left out."""
+        """The speed rows of all devices, each with `noisy`, grouped by what may be compared; without what was measured a second time."""
         groups: dict[SpeedGroup, list] = {}
         for source in self.sources:
             rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
             if is_stage and not isinstance(rows, list):
                 raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
-            for row in rows if isinstance(rows, list) else ():
-                if isinstance(row, Mapping) and (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1:
-                    groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
+            listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+            speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1]
+            for row in name_keys(mark_noise(speeds), f"{source.path}: metrics.rows"):
+                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
     @property
@@ -253,7 +255,8 @@ class Results:
     def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> float:
         def rank(found: tuple[Mapping[str, Any], Source]) -> tuple:
             backend = found[0]["backend"]
-            return _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS), found[1].path
+            place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
+            return place, bool(found[0]["noisy"]), found[1].path
 
         fitting = [
             (row, source)
@@ -264,6 +267,8 @@ class Results:
         if row is None or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
             raise Missing(f"{model} at {size}×{size} on {group}: {why}", "repro efficiency")
+        if row["noisy"] and field == "throughput_img_per_s":
+            raise Missing(f"{model} at {size}×{size} on {group}: {describe_noise(row)}", "repro efficiency")
         for gate in source.metrics.get("gates", []):  # a model whose operator is slower than it could be gives no ratio
             is_of_row = model.startswith(f"{gate['family']}_") and (gate["batch_size"], gate["dtype"]) == (group.batch_size, group.dtype)
             if is_of_row and not gate["holds"]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 
@@ -79,12 +80,15 @@ def test_the_grid_measures_both_kinds_of_attention(tmp_path):
     assert [(row["model"], row["attention"]) for row in metrics["rows"]] == [(NANO, None), (DEIT, "unfused"), (DEIT, "fused")]
     # every DataFrame column of the table, in order; the rows of a sweep have more
     assert ",".join(table[0]) == (
-        "row,model,attention,image_size,batch_size,dtype,device,backend,status,throughput_img_per_s,latency_ms,latency_ms_low,"
+        "row,model,attention,image_size,batch_size,dtype,device,backend,status,noisy,throughput_img_per_s,latency_ms,latency_ms_low,"
         "latency_ms_high,peak_memory_mib,macs_g"
     )
     for row, line in zip(metrics["rows"], table, strict=True):
         assert row["status"] == line["status"] == "ok" and row["device"].startswith("cpu: ") and line["image_size"] == "32"
         assert not {"run", "code_hash", "torch_version"} & row.keys()
+        # whether it is noisy depends on what else the machine does
+        assert row["attempts"] in (1, 2, 3) and line["noisy"] == " ".join(row["noisy"])
+        assert row["threads"] >= 1 and row["cores"] == os.cpu_count() and row["load_average"] >= 0
         low, high = row["latency_ms_ci95"] or ("", "")
         assert (line["latency_ms_low"], line["latency_ms_high"]) == (str(low), str(high))
     op = metrics["op"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from repro.core.errors import UserError
-from repro.core.hashing import hash_files, import_closure
-from repro.core.record import atomic, make_identity, read_json, write_json, write_record, write_text
+from repro.core.hashing import hash_code, hash_files, import_closure
+from repro.core.record import atomic, find_command, make_identity, read_json, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
 
 
@@ -159,9 +159,52 @@ def test_identity_holds_what_explains_a_number(checkout):
     manifest = checkout / "manifest.json"
     manifest.write_text("{}")
     base = identity()
+    keys = "code_hash code_modules command parent_commit params_hash data_manifest_hash device machine dtype backend versions"
+    assert set(base) - {"command_reason"} == set(keys.split())
     assert base["parent_commit"] is None, "this checkout is no Git repository"
     assert base["versions"]["python"] == sys.version.split()[0]
     assert identity() == base
     manifest.write_text("{ }")
     assert identity()["data_manifest_hash"] != base["data_manifest_hash"]
     assert identity(data_manifest=None)["data_manifest_hash"] is None
+
+
+def test_anyone_can_compute_the_code_hash_of_a_record_again(checkout):
+    found = make_identity(checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), device="cpu", dtype="fp32", backend="none")
+    assert found["code_modules"] == ["stages.report", "stages.train"]
+    assert found["code_hash"] == hash_code(checkout, found["code_modules"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/repro", "pretrain", "--cell", "nano"], "repro pretrain --cell nano"),
+        (["/here/repro/__main__.py", "--debug", "efficiency", "--res", "224..1280"], "repro --debug efficiency --res 224..1280"),
+        (["repro", "data", "check", "a b"], "repro data check 'a b'"),
+        (["repro", "evaluate", "--weights", "/here/.runs/w.pth"], "repro evaluate --weights .runs/w.pth"),
+        (["repro", "evaluate", "--weights=/elsewhere/w.pth"], "repro evaluate --weights=.../w.pth"),
+        (["repro", "report", "--no-html"], "repro report --no-html"),
+        (["repro"], "repro"),
+        (["/usr/bin/pytest", "-q"], None),
+        (["/elsewhere/other/__main__.py"], None),
+        (["-c"], None),
+    ],
+)
+def test_the_command_as_a_user_types_it(argv, command):
+    assert find_command(Path("/here"), argv) == command
+
+
+def test_a_process_notes_its_own_command_and_needs_no_torch(checkout):
+    """`python -m repro` is `repro`; here the identity is made by a stage of its own, which does not import torch."""
+    code = (
+        "import sys, json; from pathlib import Path; from repro.core.record import make_identity; from repro.data.settings import DigitsSettings;"
+        "sys.argv = ['/x/repro/__main__.py', 'toy', '--cell', 'a'];"
+        f"made = make_identity(Path({str(checkout)!r}), ['stages.train'], DigitsSettings(), device='cpu', dtype='uint8', backend='none');"
+        "print(json.dumps([made, 'torch' in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    identity, has_torch = json.loads(done.stdout)
+    assert identity["command"] == "repro toy --cell a" and "command_reason" not in identity
+    assert not has_torch
+    machine = identity["machine"]
+    assert machine["vector"] is machine["blas"] is machine["threads"] is None and machine["blas_reason"] == "made without PyTorch"

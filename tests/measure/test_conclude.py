@@ -101,7 +101,7 @@ def test_other_batches_are_never_mixed_and_an_unfused_fusion_is_refused():
 
 
 def test_a_comparison_is_of_one_image_size():
-    rows = [make_row("v", None, 224, 9.0, 1.0), make_row("v", None, 1280, 2.0, 30.0), make_row("d", "fused", 1280, 3.0, None)]
+    rows = [make_row("v", None, 224, 1.0, 1.0), make_row("v", None, 1280, 2.0, 30.0), make_row("d", "fused", 1280, 3.0, None)]
     rows.append(make_row("d", "unfused", 1280, None, None, status="oom"))
     unfused = {"vs_deit_unfused": None, "vs_deit_unfused_reason": "at 1280: v ok, d oom"}
     assert compare_at(1280, {"T": ("v", "d")}, rows) == {
@@ -112,3 +112,39 @@ def test_a_comparison_is_of_one_image_size():
     }
     found = compare_at(224, {"T": ("v", "d")}, rows)["speedup_at_224"]["T"]
     assert found["vs_deit_fused_reason"] == "at 224: v ok, d not in params"
+
+
+def noisy(row):
+    """The same row with an interval that is half as wide as its median is long."""
+    return {**row, "latency_ms_ci95": [0.75 * row["latency_ms"], 1.25 * row["latency_ms"]]}
+
+
+def test_a_noisy_row_gives_no_time_and_keeps_its_memory():
+    rows = [make_row("v", None, 1280, 2.0, 30.0), noisy(make_row("d", "unfused", 1280, 3.0, 60.0)), make_row("d", "fused", 1280, 3.0, 40.0)]
+    found = compare_at(1280, {"T": ("v", "d")}, rows)
+    assert found["speedup_at_1280"]["T"] == {
+        "vs_deit_fused": 1.5,
+        "vs_deit_unfused": None,
+        "vs_deit_unfused_reason": "at 1280: v ok, d noisy: spread",
+    }
+    assert found["memory_saved_at_1280_percent"]["T"] == {"vs_deit_unfused": 50.0, "vs_deit_fused": 25.0}
+
+
+def test_conclusions_without_the_noisy_rows():
+    """Vittt takes time ~ tokens and DeiT ~ tokens², equal at 320; what is noisy is off by far, and changes nothing."""
+    ours = {side: make_row(VITTT, None, side, (side / 320) ** 2, 1.0) for side in (160, 512, 640, 1024, 1280)}
+    theirs = {side: make_row(DEIT, "unfused", side, (side / 320) ** 4, 2.0) for side in (160, 512, 640, 1024, 1280)}
+    ours[640] = noisy(make_row(VITTT, None, 640, 3.2, 1.0))
+    theirs[1280] = noisy(make_row(DEIT, "unfused", 1280, 1e4, 2.0))
+    found = conclude([*ours.values(), *theirs.values()], [])
+    (compared,) = found["compared"]
+    assert compared["image_size"] == 1280 and compared["speedup"] is None and compared["memory_saved_percent"] == 50.0
+    assert compared["speedup_reason"] == f"{DEIT} at 1280 is noisy: spread"
+    assert compared["crossover"] == "from" and compared["crossover_image_size"] == pytest.approx(320)
+    growth = {each["model"]: each for each in found["growth"]}
+    assert growth[VITTT]["noisy_image_sizes"] == [640] and growth[VITTT]["latency_exponent"] == pytest.approx(1)
+    assert growth[VITTT]["latency_1280_over_640"] is None and growth[VITTT]["reason"]
+    assert growth[DEIT]["noisy_image_sizes"] == [1280] and growth[DEIT]["latency_exponent"] == pytest.approx(2)
+    assert growth[DEIT]["image_sizes"] == [512, 640, 1024, 1280]
+    (compared,) = conclude([noisy(row) for row in (ours[160], theirs[160])], [])["compared"]
+    assert compared["crossover"] is None and compared["crossover_reason"] == "a row of each image size is noisy"

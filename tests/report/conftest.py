@@ -62,6 +62,8 @@ class Checkout:
         """Write results/<path>/<name>.json and its run.json."""
         identity = {
             "code_hash": "c0de",
+            "command": f"repro {path.split('/')[0]}",
+            "machine": {"vector": "AVX2"},
             "params_hash": "9a4a",
             "parent_commit": "0123456789abcdef",
             "device": device,

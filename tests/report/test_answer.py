@@ -68,6 +68,15 @@ def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
     assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")  # 1.4575 is cut to 1.4, 5.345 rounds to 5.3
 
 
+def test_a_noisy_row_gives_no_ratio(checkout):
+    speeds(checkout, latency_ms_ci95=[7.0, 13.0])  # wide beside 10 and 20 ms, and narrow beside the others
+    ours, _ = facts(checkout)["Vittt-T against DeiT-T at 224²"]
+    noisy = ["DeiT-T, fused: 10.0 ms, 50.0 MiB, noisy: spread", "DeiT-T, unfused: 20.0 ms, 50.0 MiB, noisy: spread"]
+    assert ours == "; ".join(["Vittt-T: 40.0 ms, 60.0 MiB", *noisy])
+    ours, _ = facts(checkout)["Vittt-T against DeiT-T at 1280²"]
+    assert "2500 ms, 190 MiB (Vittt-T 2.50× as fast)" in ours
+
+
 def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     speeds(checkout)
     found = facts(checkout)

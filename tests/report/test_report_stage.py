@@ -115,6 +115,7 @@ def test_provenance_lists_every_record(reported):
     for record in ("complexity", "pretrain/vittt_nano_digits", "efficiency"):
         assert f"`results/{record}/metrics.json`" in part
     assert "0123456789ab" in part and "torch 2.14.1" in part
+    assert f"| `repro complexity` | {reported.CPU}, AVX2 |" in part
 
 
 def test_the_profile_is_named_as_it_is(reported):

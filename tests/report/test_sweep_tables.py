@@ -74,6 +74,16 @@ def test_matrices_comparisons_and_growth(checkout):
     assert f"### {CPU}, batch 1, fp32, infer\n" in text and f"### {CPU}, batch 1, fp32, infer, compiled\n" in text
 
 
+def test_noisy_rows_are_marked_and_give_no_ratio(checkout):
+    """DeiT's interval is half as wide as its median is long."""
+    rows = [row(VITTT, None, 512, 262.0, 26.2), {**row(DEIT, "unfused", 512, 1000.0, 100.0), "latency_ms_ci95": [750.0, 1250.0]}]
+    withheld = {"speedup": None, "speedup_reason": f"{DEIT} at 512 is noisy: spread", "crossover": None, "crossover_image_size": None}
+    reasons = {"crossover_reason": "noisy", "crossover_image_size_reason": "noisy"}
+    text = section(checkout, rows, compared=[{**GROUP, **RATIO, "against": "deit", **withheld, **reasons}])
+    assert f"| {VITTT} | 262 |" in text and f"| {DEIT}, unfused | 1000 (noisy) |" in text
+    assert f"| T | deit | 512² | no ratio: {DEIT} at 512 is noisy: spread | 73.8 % | – |" in text
+
+
 def test_what_was_measured_twice_counts_once(checkout):
     section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)])
     (rows,) = checkout.results().speed_rows.values()

@@ -116,16 +116,19 @@ def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
         write_code_hashes(paths, TABLE)
         return {file.relative_to(code).as_posix(): json.loads(file.read_text())["code_hash"] for file in code.rglob("*.json")}
 
-    before = hashes()
-    with open(tmp_path / "repro/models/vim.py", "a") as stream:
-        stream.write("# edited\n")
-    after = hashes()
-    assert {name for name in before if before[name] != after[name]} == {
-        "baselines/vim_nano_digits.json",
-        "complexity.json",
-        "visualize.json",
-    }
-    assert len(before) == len(list(list_units(paths, TABLE)))
+    def changed_by(file: str, old: str, new: str) -> set[str]:
+        before, source = hashes(), tmp_path / file
+        assert old in source.read_text()
+        source.write_text(source.read_text().replace(old, new))
+        after = hashes()
+        assert len(before) == len(after) == len(list(list_units(paths, TABLE)))
+        return {name for name in before if before[name] != after[name]}
+
+    users = {"baselines/vim_nano_digits.json", "complexity.json", "visualize.json"}
+    assert changed_by("repro/models/vim.py", "import math\n", "import math\nedited = 1\n") == users
+    assert changed_by("repro/models/vim.py", "edited = 1\n", "edited = 1  # a comment\n") == set()
+    # the report shows the help of the verbs, which is their docstring
+    assert changed_by("stages/pretrain.py", '    """', '    """Edited. ') == {"report.json"}
 
 
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if "plots" in definition(stage)])

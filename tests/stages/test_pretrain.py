@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from repro.core.hashing import hash_code
+
 CELL = Path("results/pretrain/nano")
 WEIGHTS = CELL / "weights.safetensors"
 COMMAND = [sys.executable, "-m", "repro", "pretrain", "--cell", "nano"]
@@ -31,7 +33,10 @@ def test_what_a_run_leaves(trained):
     assert metrics["num_params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
     assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "torch"
     assert len(identity["code_hash"]) == len(identity["params_hash"]) == len(identity["data_manifest_hash"]) == 16
-    assert set(identity) == {"code_hash", "parent_commit", "params_hash", "data_manifest_hash", "device", "dtype", "backend", "versions"}
+    assert identity["command"] == "repro pretrain --cell nano"
+    assert identity["code_modules"] == ["repro.models.vittt", "stages.pretrain"]
+    assert identity["code_hash"] == hash_code(trained, identity["code_modules"])
+    assert re.search(rf", {identity['machine']['threads']} threads?$", identity["device"]) and identity["machine"]["vector"]
     rows = list(csv.DictReader(open(trained / CELL / "curve.csv")))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["top1_percent"], rel=1e-5)

@@ -7,10 +7,13 @@ import pytest
 
 from repro.core.config import load_section
 from repro.core.paths import Paths
-from repro.graph import find_status
+from repro.core.record import make_identity, write_json, write_record
+from repro.data.settings import DigitsSettings
+from repro.graph import OLDER_VERSION, OTHER_CODE, find_old_records, find_status
 from repro.tasks.classification.spec import SPEC
 from repro.training.job import Cell
 from stages import load_stages
+from stages.status import group_records
 
 DVC_YAML = """
 stages:
@@ -63,3 +66,57 @@ def test_each_state(project):
     ]
     write_params(project, 5, 2)  # a run with other parameters would not continue that state
     assert [row[:2] for row in find_status(paths, load_stages())][:2] == [("pretrain@a", "stale"), ("pretrain@b", "fresh")]
+
+
+def make_records(root):
+    """Records of two modules: their own cells, a seed's, one with a name, one of an older version, and files that are no records."""
+    for name, text in (("__init__", ""), ("a", "x = 1\n"), ("b", "x = 1\n")):
+        (root / "repro").mkdir(exist_ok=True)
+        (root / "repro" / f"{name}.py").write_text(text)
+
+    def record(folder, module, name="metrics", **without):
+        identity = make_identity(root, [module], DigitsSettings(), device="cpu", dtype="fp32", backend="none")
+        identity = {key: value for key, value in identity.items() if key not in without}
+        write_record(root / "results" / folder, {}, identity, 1.0, name=name)
+
+    record("train/one", "repro.a")
+    record("train/one/seeds", "repro.a", name="0")
+    record("train/two", "repro.b")
+    record("measured/cpu/train/one", "repro.a")
+    record("measured/cpu/train/one", "repro.a", name="speed")
+    record("count", "repro.a", code_modules=None)
+    write_json(root / "results" / "environment" / "metrics.json", {"metrics": {}, "identity": {"versions": {}}})
+    write_json(root / "results" / "list.json", [])
+
+
+def test_records_that_other_code_made_are_named(tmp_path):
+    make_records(tmp_path)
+    older = {OLDER_VERSION: ["results/count/metrics.json"]}
+    assert find_old_records(Paths(tmp_path)) == older
+    (tmp_path / "repro" / "a.py").write_text('"""A comment changes nothing."""\nx = 1  # one\n')
+    assert find_old_records(Paths(tmp_path)) == older
+    (tmp_path / "repro" / "a.py").write_text("x = 2\n")
+    of_a = ["measured/cpu/train/one/metrics.json", "measured/cpu/train/one/speed.json", "train/one/metrics.json"]
+    assert find_old_records(Paths(tmp_path)) == {OTHER_CODE: [f"results/{name}" for name in of_a], **older}
+    assert find_old_records(Paths(tmp_path / "empty")) == {}
+
+
+def test_records_are_grouped_by_their_folder():
+    records = [
+        "results/count/metrics.json",
+        "results/train/one/metrics.json",
+        "results/train/one/speed.json",
+        "results/train/two/metrics.json",
+    ]
+    assert group_records(records) == ["results: count", "results/train: one, one/speed, two"]
+
+
+def test_the_command_names_old_records_and_ends_well(project, monkeypatch, repro_cli):
+    monkeypatch.chdir(project)
+    code, out, err = repro_cli("status")
+    assert (code, err) == (0, "") and out.splitlines()[-1].startswith("nothing to do")
+    make_records(project)
+    (project / "repro" / "b.py").unlink()
+    code, out, err = repro_cli("status")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-5:] == [f"1 record {OTHER_CODE}:", "results/train: two", "", f"1 record {OLDER_VERSION}:", "results: count"]

@@ -1,0 +1,77 @@
+"""Whether other work on the machine disturbed a row of speed: by its own samples, the load before it, and the rows beside it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+# of the median, or of the faster row: the committed rows of a quiet machine stay far below it, those of a shared one reach nearly its double
+TOLERANCE = 0.2
+# threads that a quiet machine may want for itself
+LOAD_TOLERANCE = 0.5
+# rows that share these differ in their image size alone
+_ALIKE = ("model", "options", "attention", "batch_size", "dtype", "mode", "compile", "device", "backend", "run")
+
+
+def find_interval(row: Row) -> tuple[float, float] | None:
+    """Between which milliseconds a row's median step lies: its 95 % interval, or the range of samples that are too few for one.
+
+    None where the row has neither.
+    """
+    if row.get("latency_ms_ci95"):
+        low, high = row["latency_ms_ci95"]
+        return low, high
+    samples = row.get("samples_ms") or ()
+    return (min(samples), max(samples)) if len(samples) > 1 else None
+
+
+def find_spread(row: Row) -> float | None:
+    """The width of a row's interval as a share of its median; None where it has no interval."""
+    interval = find_interval(row)
+    return (interval[1] - interval[0]) / row["latency_ms"] if interval and row.get("latency_ms") else None
+
+
+def find_noise(row: Row) -> list[str]:
+    """Why a row alone is noisy, in alphabetical order; empty for a quiet row, and for one that was not measured.
+
+    `load`: on a CPU, over the minute before the row, more threads wanted to run than there are cores. Of these threads, as many as the
+    row's own are not counted against it, for they are those of the row before. `spread`: its steps differ too much.
+    """
+    if row.get("status") != "ok":
+        return []
+    found = []
+    if str(row.get("device")).startswith("cpu") and row.get("load_average") is not None:
+        free = max(row["cores"] - row["threads"], 0)
+        if row["load_average"] - row["threads"] > free + LOAD_TOLERANCE:
+            found.append("load")
+    if (find_spread(row) or 0) > TOLERANCE:
+        found.append("spread")
+    return found
+
+
+def mark_noise(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The same rows, each with `noisy`, its reasons: those of `find_noise`, and `order` where a larger image took clearly less time.
+
+    Of two rows in the wrong order, the slower one is noisy, since other work can only slow a step.
+    """
+    listed = list(rows)
+    return [{**row, "noisy": sorted([*find_noise(row), *(["order"] if _is_out_of_order(row, listed) else [])])} for row in listed]
+
+
+def describe_noise(row: Row) -> str:
+    """What is said in place of a number that a marked row does not give: `noisy: load, spread`; empty for a quiet row."""
+    return f"noisy: {', '.join(row['noisy'])}" if row["noisy"] else ""
+
+
+def _is_out_of_order(row: Row, rows: Iterable[Row]) -> bool:
+    def is_faster(other: Row) -> bool:
+        alike = other.get("status") == "ok" and all(other.get(key) == row.get(key) for key in _ALIKE)
+        if not alike or _count_pixels(other) <= _count_pixels(row):
+            return False
+        return row["latency_ms"] / other["latency_ms"] > 1 + TOLERANCE
+
+    return row.get("status") == "ok" and bool(row.get("latency_ms")) and any(map(is_faster, rows))
+
+
+def _count_pixels(row: Row) -> int:
+    height, width = row["image_size"]
+    return height * width

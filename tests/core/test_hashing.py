@@ -1,0 +1,152 @@
+"""The hash of sources: what changes it, and what does not."""
+
+import hashlib
+
+import pytest
+
+from repro.core.hashing import hash_code, hash_sources
+
+SOURCE = '''"""Says what this is."""
+
+import os  # for paths
+
+
+class Box:
+    """Holds things."""
+
+    size: int = 3  # how many
+
+    def fill(self, things):
+        """Put things in.
+
+        # not a comment
+        """
+        text = "# no comment"
+        more = f"{self.size:>{3}} # of {len('#')}"
+        return [
+            text,
+            more,
+        ]
+
+    def only_says(self):
+        """Nothing else."""
+
+
+def join(a, b): "One line."; return f"""
+{a}  # kept
+
+{b}"""
+'''
+# the same program in another dress
+PLAIN = '''import os
+class Box:
+  size: int = 3
+  def fill(self, things):
+    text = "# no comment"
+    more = f"{self.size:>{3}} # of {len('#')}"
+    return [text, more,]
+  def only_says(self):
+    "Much less."
+def join(a, b): return f"""
+{a}  # kept
+
+{b}"""
+'''
+
+
+def hash_of(folder, source, **options):
+    (folder / "m.py").write_text(source, encoding="utf-8")
+    return hash_sources(folder, ["m.py"], **options)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("for paths", "for names"),
+        ("  # how many", ""),
+        ("import os  # for paths", "# first\nimport os"),
+        ("Says what this is.", 'Says "what" it is: é'),
+        ('"""Says what this is."""', ""),
+        ("# not a comment", "a line"),
+        ('"""Nothing else."""', '("Nothing "  # in two parts\n         "else.")'),
+        ("One line.", "One line; still."),
+        ('"One line."; ', ""),
+        ("\n\n\n", "\n \n"),
+        ("int = 3  #", "int = 3 \\\n  #"),
+        ("        ]", "        ]  "),
+    ],
+)
+def test_an_edit_without_a_meaning_keeps_the_hash(tmp_path, old, new):
+    assert SOURCE.count(old)
+    assert hash_of(tmp_path, SOURCE.replace(old, new)) == hash_of(tmp_path, SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("= 3", "= 4"),
+        ('"# no comment"', '"# a comment"'),
+        ("# of", "#  of"),
+        ("# kept", "# changed"),
+        ("# kept\n\n", "# kept\n"),
+        ("# kept\n", "# kept \n"),
+        ("{self.size:>{3}}", "{self.size:>{4}}"),
+        ("{self.size:>{3}}", "{self.size :>{3}}"),  # `{x = }` prints its own spaces, so those in braces count
+        ("            more,\n", ""),
+        ("        return [", '        """No docstring."""\n        return ['),
+        ("\n    def only_says", "\ndef only_says"),
+        ('        """Nothing else."""', "        pass"),
+        ('"One line."; return', "return (); return"),
+    ],
+)
+def test_any_other_edit_changes_it(tmp_path, old, new):
+    assert SOURCE.count(old) == 1
+    assert hash_of(tmp_path, SOURCE.replace(old, new)) != hash_of(tmp_path, SOURCE)
+
+
+def test_the_same_program_in_another_dress_has_the_same_hash(tmp_path):
+    compile(PLAIN, "m.py", "exec")
+    assert hash_of(tmp_path, PLAIN) == hash_of(tmp_path, SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('def f(): "Says."\nx = 1\n', "def f(): x = 1\n"),  # the line break after a lone docstring ends the function
+        ('def f():\n    "Says."\n    x = 1\n', 'def f():\n    "Says."\nx = 1\n'),
+        ("if a:\n    b()\nc()\n", "if a:\n    b()\n    c()\n"),
+        ("x = 'a' 'b'\n", "x = 'a', 'b'\n"),
+        ('x = "a\\\nb"\n', 'x = "a b"\n'),
+        ("if a:\n    'text'\n", "if a:\n    'other'\n"),  # no docstring, so that it counts
+    ],
+)
+def test_programs_that_do_other_things_have_other_hashes(tmp_path, one, other):
+    assert hash_of(tmp_path, one) != hash_of(tmp_path, other)
+
+
+def test_the_hash_is_of_tokens_that_every_version_of_python_reads_alike(tmp_path):
+    """The tokens by hand; Python 3.12 reads the formatted string in parts."""
+    source = '"""Says."""\ndef f(a):\n    "Says."\n    return f"{a + 1:>{2}}" f\'#{"x"}\' % a  # says\n'
+    tokens = ["def", "f", "(", "a", ")", ":", "\n", " in", "return", 'f"{a + 1:>{2}}"', "f'#{\"x\"}'", "%", "a", "\n", " out"]
+    content = hashlib.sha256("\0".join(tokens).encode()).digest()
+    assert hash_of(tmp_path, source) == hashlib.sha256(b"m.py\0" + content).hexdigest()[:16]
+
+
+def test_whole_files_and_files_in_other_languages_count_as_they_are(tmp_path):
+    assert hash_of(tmp_path, "x = 1  # one\n", whole=["m.py"]) != hash_of(tmp_path, "x = 1\n", whole=["m.py"])
+    (tmp_path / "page.html").write_text("a # b\n")
+    before = hash_sources(tmp_path, ["page.html"])
+    (tmp_path / "page.html").write_text("a\n")
+    assert hash_sources(tmp_path, ["page.html"]) != before
+
+
+def test_the_code_of_a_module_is_its_import_closure(tmp_path):
+    (tmp_path / "repro").mkdir()
+    for name, text in (("__init__", ""), ("a", "from .b import x"), ("b", "x = 1"), ("c", "")):
+        (tmp_path / "repro" / f"{name}.py").write_text(text)
+    before = hash_code(tmp_path, ["repro.a"])
+    (tmp_path / "repro" / "c.py").write_text("y = 1")
+    (tmp_path / "repro" / "b.py").write_text("x = 1  # one")
+    assert hash_code(tmp_path, ["repro.a"]) == before
+    (tmp_path / "repro" / "b.py").write_text("x = 2")
+    assert hash_code(tmp_path, ["repro.a"]) != before

@@ -1,0 +1,77 @@
+"""Which rows of speed are noisy, on rows made by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_row(side=224, latency=100.0, interval=(95.0, 105.0), **more):
+    row = {"model": "m", "options": {}, "attention": None, "image_size": [side, side], "batch_size": 1, "dtype": "fp32", "mode": "infer"}
+    return {**row, "device": "cpu: some processor, 2 threads", "status": "ok", "latency_ms": latency, "latency_ms_ci95": interval, **more}
+
+
+def test_the_interval_is_the_range_of_the_samples_where_there_are_few():
+    assert find_interval(make_row(samples_ms=[1.0, 999.0])) == (95.0, 105.0)
+    few = make_row(interval=None, samples_ms=[100.0, 90.0, 120.0])
+    assert find_interval(few) == (90.0, 120.0) and find_spread(few) == 0.3
+    assert find_interval(make_row(interval=None, samples_ms=[100.0])) is None and find_spread(make_row(interval=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, []),
+        ({"interval": (90.0, 110.0)}, []),  # 0.2 of the median, and not more
+        ({"interval": (89.0, 110.0)}, ["spread"]),
+        ({"interval": None, "samples_ms": [99.0, 100.0, 121.0]}, ["spread"]),
+        ({"interval": None, "samples_ms": []}, []),
+        ({"status": "oom", "latency": None, "interval": None}, []),
+        # two threads on four cores leave two free; the row before had two threads as well
+        ({"load_average": 4.5, "threads": 2, "cores": 4}, []),
+        ({"load_average": 4.6, "threads": 2, "cores": 4}, ["load"]),
+        # as many threads as cores leave none
+        ({"load_average": 2.5, "threads": 2, "cores": 2}, []),
+        ({"load_average": 2.6, "threads": 2, "cores": 2}, ["load"]),
+        ({"load_average": 2.6, "threads": 4, "cores": 2}, []),  # more threads than cores: their own load is theirs
+        ({"load_average": 9.0, "threads": 2, "cores": 2, "interval": (1.0, 999.0)}, ["load", "spread"]),
+        ({"load_average": 9.0, "threads": 2, "cores": 2, "device": "cuda: some GPU"}, []),
+    ],
+)
+def test_a_row_alone(changes, reasons):
+    row = make_row(**changes)
+    assert find_noise(row) == reasons and [each["noisy"] for each in mark_noise([row])] == [reasons]
+
+
+def test_a_small_image_that_took_longer_than_a_large_one_is_noisy():
+    """512 took 150 ms, 640 took 120: the one at 512 was slowed. 224 took 100 ms, 384 took 90, which is within the tolerance."""
+    rows = [make_row(side, latency) for side, latency in ((224, 100.0), (384, 90.0), (512, 150.0), (640, 120.0), (1280, 500.0))]
+    assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], [], []]
+    assert [{key: row[key] for key in rows[0]} for row in mark_noise(rows)] == rows
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "n"}, {"attention": "fused"}, {"batch_size": 2}, {"mode": "train"}, {"run": 2}, {"device": "cpu: another"}]
+)
+def test_only_rows_alike_are_set_in_order(other):
+    rows = [make_row(224, 100.0), make_row(1280, 10.0, (9.9, 10.1), **other)]
+    assert [row["noisy"] for row in mark_noise(rows)] == [[], []]
+    assert mark_noise([rows[0], make_row(1280, 10.0, (9.9, 10.1))])[0]["noisy"] == ["order"]
+
+
+def test_rows_that_were_not_measured_are_no_measure_of_order():
+    rows = [make_row(224, 100.0), make_row(1280, None, None, status="oom"), {"status": "ok"}]
+    assert [row["noisy"] for row in mark_noise(rows)] == [[], [], []]
+
+
+def test_rows_by_an_older_version_are_judged_by_what_they_hold():
+    """Of the pipeline's committed rows, by their samples as they were written."""
+    rows = json.loads((ROOT / "results/efficiency/metrics.json").read_text())["metrics"]["rows"]
+    old = [{key: value for key, value in row.items() if key not in ("noisy", "attempts", "load_average")} for row in rows]
+    for row in mark_noise(old):
+        low, high = row["latency_ms_ci95"] or (min(row["samples_ms"]), max(row["samples_ms"]))
+        assert ("spread" in row["noisy"]) == ((high - low) / row["latency_ms"] > TOLERANCE)

@@ -1,0 +1,48 @@
+"""What a record says of the machine, from texts that other systems gave."""
+
+import pytest
+
+from repro.core.runtime import describe_cpu, describe_machine, describe_place, device_label, parse_blas
+
+INTEL = {"cpu family": "6", "model": "143", "stepping": "8", "flags": "fpu sse2 sse4_2 fma avx avx2 avx512f avx512_bf16 amx_tile avx_vnni"}
+ARM = {"Features": "fp asimd evtstrm aes asimddp sve sve2 sha1", "CPU part": "0xd40"}
+MKL = (
+    "  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) 64\n  - Build settings: BLAS_INFO=mkl, X=1"
+)
+OLD_MKL = "  - Intel(R) Math Kernel Library Version 2019.0.5 Product Build 20190808\n"
+
+
+def test_a_processor_by_its_fields():
+    flags = ["amx_tile", "avx", "avx2", "avx512_bf16", "avx512f", "fma", "sse4_2"]
+    assert describe_cpu(INTEL) == {"family_model_stepping": "6 143 8", "flags": flags}
+    unknown = {"family_model_stepping": None, "family_model_stepping_reason": "/proc/cpuinfo does not say it"}
+    assert describe_cpu(ARM) == {"flags": ["asimd", "asimddp", "sve", "sve2"], **unknown}
+    assert describe_cpu({})["flags"] is None and describe_cpu({})["flags_reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "library"),
+    [
+        (MKL, "Intel oneAPI MKL 2024.2"),
+        (OLD_MKL, "Intel MKL 2019.0.5"),
+        ("  - Build settings: BLAS_INFO=open, BUILD_TYPE=Release", "OpenBLAS"),
+        ("  - Build settings: BLAS_INFO=accelerate, BUILD_TYPE=Release", "Apple Accelerate"),
+        ("  - Build settings: BLAS_INFO=nobody, BUILD_TYPE=Release", None),
+        ("PyTorch built with:", None),
+    ],
+)
+def test_the_library_of_matrix_products(text, library):
+    assert parse_blas(text) == library
+
+
+def test_a_label_counts_its_threads():
+    assert device_label("cpu", 1).endswith(", 1 thread") and device_label("cpu", 2).endswith(", 2 threads")
+
+
+def test_the_place_is_on_the_machine():
+    place, machine = describe_place("cpu: some processor, 1 thread"), describe_machine()
+    shared = ("cpu", "family_model_stepping", "flags")
+    assert {name: place[name] for name in shared} == {name: machine[name] for name in shared} and "gpus" not in place
+    gpu = describe_place("cuda: some GPU")
+    for name in ("gpus", "cuda"):
+        assert gpu[name] or gpu[f"{name}_reason"]
