@@ -11,8 +11,8 @@ from .arithmetic import Number, agreement, decimals, near
 from .expressions import Expression
 from .ledger import Claim, Entry, Relation
 from .paper import Paper
-from .results import Missing, Results, SpeedGroup
-from .verdicts import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED, Elsewhere, Verdict
+from .results import Choose, Missing, Results, SpeedGroup
+from .verdicts import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED, OPEN, Elsewhere, Verdict
 
 _SPEEDS = {"fps", "memory_mib"}
 _COSTS = {*_SPEEDS, "macs_g", "macs_saved_percent", "operator"}
@@ -127,15 +127,18 @@ class _Judge:
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
         return self._evaluate(expression, printed, measured)
 
-    def _ours(self, entry: Entry, group: SpeedGroup | None) -> Number | bool:
+    def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
         """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not measured."""
         if entry.ours is None:
             raise Missing(entry.reason, entry.command)
-        return self._evaluate_ours(entry.ours, group)
+        return self._evaluate_ours(entry.ours, group, choose=choose)
 
-    def _evaluate_ours(self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused") -> Number | bool:
-        speeds = self.results.speed_functions(group, attention) if group else self.no_speeds
-        return self._evaluate(expression, lambda name: self._ours(self.entries[name], group), {**self.results.functions(), **speeds})
+    def _evaluate_ours(
+        self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused", choose: Choose | None = None
+    ) -> Number | bool:
+        speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
+        measured = {**self.results.functions(), **speeds}
+        return self._evaluate(expression, lambda name: self._ours(self.entries[name], group, choose), measured)
 
     def _evaluate(self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]) -> Number | bool:
         def agrees(number: Number, entry_id: str) -> bool:
@@ -153,16 +156,32 @@ class _Judge:
             values = self._decide(parts, group, "unfused")
             fused = self._decide(parts, group, "fused") if has_baseline else []
             if values:
-                joined = _join(fused) if len(fused) == len(values) else None
-                counts = (len(values), len(parts))
-                yield Elsewhere(group, _join(values), joined, self.paper.baseline, entry.unit, counts)
+                of_fused = _join(fused) if len(fused) == len(values) else (None, None)
+                yield Elsewhere(group, *_join(values), *of_fused, self.paper.baseline, entry.unit, (len(values), len(parts)))
 
-    def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[Number | bool]:
-        """The values of those parts for which everything was measured."""
+    def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[list[Number | bool]]:
+        """For each part for which everything was measured, its values; see `_spread`."""
         values = []
         for part in parts:
             with contextlib.suppress(Missing):
-                values.append(self._evaluate_ours(part, group, attention))
+                values.append(self._spread(part, group, attention))
+        return values
+
+    def _spread(self, part: Expression, group: SpeedGroup, attention: str) -> list[Number | bool]:
+        """The value of an expression at the medians of its speeds, then at each combination of the ends of their intervals.
+
+        What rises or falls with every speed takes its extremes there.
+        """
+        intervals: dict[str, tuple[float, float]] = {}
+
+        def note(row: str, speed: float, ends: tuple[float, float]) -> float:
+            intervals[row] = ends
+            return speed
+
+        values = [self._evaluate_ours(part, group, attention, note)]
+        for ends in itertools.product(*intervals.values()):
+            at = dict(zip(intervals, ends, strict=True))
+            values.append(self._evaluate_ours(part, group, attention, lambda row, speed, ends, at=at: at[row]))
         return values
 
     def _known(self, command: str) -> str:
@@ -186,9 +205,17 @@ def _satisfies(computed: Number, entry: Entry, relation: Relation) -> bool:
     return near(Fraction(entry.printed), computed, slack) or agreement(computed, entry.printed) is not None
 
 
-def _join(values: Sequence[Number | bool]) -> float | bool:
-    """The parts of a statement hold together; a quantity has one part."""
-    return all(values) if isinstance(values[0], bool) else float(values[0])
+def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
+    """What the values of each part, see `_spread`, say together: a quantity, which has one part, and its ends; or a statement's word.
+
+    A statement holds if all its parts do whatever the speeds are within their intervals. It does not if one of them never does.
+    """
+    if isinstance(parts[0][0], bool):
+        if not all(map(any, parts)):
+            return False, None
+        return (True if all(map(all, parts)) else OPEN), None
+    median, *corners = map(float, parts[0])
+    return median, (min(corners), max(corners)) if len(corners) > 1 else None
 
 
 def _format_computed(value: Number | bool, places: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from .claims import Report, is_of_cost
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry, Table
-from .verdicts import INCONSISTENT, KINDS, NOT_MEASURED, STATUSES, Verdict, count_statuses, format_counts, format_ours, status_line
+from .verdicts import INCONSISTENT, KINDS, NOT_MEASURED, OPEN, STATUSES, Verdict, count_statuses, format_counts, format_ours, status_line
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 
@@ -72,17 +72,19 @@ def cost_claims(report: Report) -> Section:
             if verdict.ours is not None:
                 rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
             for each in verdict.elsewhere:
-                values = [each.format(value) for value in (each.value, each.fused)]
-                rows.append([*about, str(each.group), *(number(text) if text.endswith(("×", "%")) else text for text in values)])
+                found = (each.value, each.found), (each.fused, each.found_fused)
+                shown = [number(text) if isinstance(value, float) else text for value, text in found]
+                rows.append([*about, str(each.group), *shown])
             if verdict.ours is None and not verdict.elsewhere:
                 rows.append([*about, "–", verdict.reason or "–", "–"])
     name = report.paper.baseline
     header = ["where", "the paper says", "number", "measured on, or counted in", f"as in the paper: unfused {name}", f"fused {name}"]
     text = (
         f"The paper's {name} has unfused attention; people run the fused one today, so both are shown. A speed on another device than "
-        "the paper's says what holds on that device."
+        "the paper's says what holds on that device. In brackets are the ends of what the 95 % intervals of the speeds allow; a statement "
+        f"is `{OPEN}` where they allow both that it holds and that it does not."
     )
-    return Section("The paper's efficiency claims, measured here", [(text,), table(header, rows)])
+    return Section("The paper's efficiency claims, measured here", [prose(text), table(header, rows)])
 
 
 def all_claims(report: Report) -> Section:

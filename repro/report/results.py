@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
-from ..core.noise import describe_noise, mark_noise
+from ..core.noise import describe_noise, find_interval, mark_noise
 from ..core.paths import Paths
 from ..core.record import read_json
 from .paper import Paper
@@ -29,6 +29,8 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
+# (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
+Choose = Callable[[str, float, tuple[float, float]], float]
 _BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of the first backend counts, then a quiet one
 
 
@@ -125,13 +127,24 @@ class Results:
             "operator": self._operator,
         }
 
-    def speed_functions(self, group: SpeedGroup, attention: str = "unfused") -> dict[str, Callable]:
-        """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are unfused."""
+    def speed_functions(self, group: SpeedGroup, attention: str = "unfused", choose: Choose | None = None) -> dict[str, Callable]:
+        """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are unfused.
+
+        `choose` says which speed of its interval a row stands for; without it, the median.
+        """
 
         def look_up(field: str, model: str, size: int, asked: str | None = None) -> float:
-            return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
+            return self._speed(group, field, model, size, attention if asked == "unfused" else asked)[field]
 
-        return {"fps": partial(look_up, "throughput_img_per_s"), "memory_mib": partial(look_up, "peak_memory_mib")}
+        def fps(model: str, size: int, asked: str | None = None) -> float:
+            row = self._speed(group, "throughput_img_per_s", model, size, attention if asked == "unfused" else asked)
+            speed, interval = row["throughput_img_per_s"], find_interval(row)
+            if choose is None or interval is None:
+                return speed
+            slowest, fastest = (speed * row["latency_ms"] / end for end in reversed(interval))
+            return choose(f"{model} at {size}, {row['attention']}", speed, (slowest, fastest))
+
+        return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
         """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the family's defaults."""
@@ -252,7 +265,9 @@ class Results:
         self.used.add("profiles/paper.yaml")
         return value
 
-    def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> float:
+    def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Mapping[str, Any]:
+        """The row that gives a field; `Missing` where none may."""
+
         def rank(found: tuple[Mapping[str, Any], Source]) -> tuple:
             backend = found[0]["backend"]
             place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
@@ -264,7 +279,7 @@ class Results:
             if self.model_key(row, source.path) == model and size_of(row) == str(size) and row["attention"] == attention
         ]
         row, source = min(fitting, key=rank, default=(None, None))
-        if row is None or row[field] is None:
+        if row is None or row["status"] != "ok" or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
             raise Missing(f"{model} at {size}×{size} on {group}: {why}", "repro efficiency")
         if row["noisy"] and field == "throughput_img_per_s":
@@ -275,7 +290,7 @@ class Results:
                 share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
                 raise Missing(f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required", "repro efficiency")
         self.used.add(source.path)
-        return row[field]
+        return row
 
     def _operator(self, key: str) -> float:
         for source in self.sources:

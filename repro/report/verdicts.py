@@ -51,30 +51,45 @@ KINDS = {
 }
 
 
+OPEN = "not separated"  # of a statement that the intervals of its speeds neither confirm nor refute
+
+
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
     """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's."""
 
     group: SpeedGroup  # the rows that it was taken from
-    value: float | bool  # the paper's quantity, or whether the statement holds there; with unfused attention, as in the paper
-    fused: float | bool | None  # the same with the fused attention that users run; None where it has no baseline, or no such row
+    value: float | bool | str  # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
+    ends: tuple[float, float] | None  # between which the quantity lies by the 95 % intervals of its speeds; None where it has none
+    fused: float | bool | str | None  # `value` with the fused attention that users run; None where it has no baseline, or no such row
+    fused_ends: tuple[float, float] | None
     baseline: str  # its name
     unit: str  # the quantity's unit
     parts: tuple[int, int]  # how many of a statement's comparisons were measured, and how many there are
 
-    def format(self, value: float | bool | None) -> str:
-        """`value`, which is this one's `value` or `fused`, in words."""
+    @property
+    def found(self) -> str:
+        """`value` in words."""
+        return self._format(self.value, self.ends)
+
+    @property
+    def found_fused(self) -> str:
+        """`fused` in words."""
+        return self._format(self.fused, self.fused_ends)
+
+    def _format(self, value: float | bool | str | None, ends: tuple[float, float] | None) -> str:
         if value is None:
             return "–"
-        if isinstance(value, bool):
+        if isinstance(value, bool | str):
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
-            return _format_bool(value) + scope
-        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}"
+            return (value if isinstance(value, str) else _format_bool(value)) + scope
+        interval = f" [{ends[0]:.3g}, {ends[1]:.3g}]" if ends else ""
+        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
 
     def __str__(self) -> str:
-        fused = "" if self.fused is None else f"; against fused {self.baseline} {self.format(self.fused)}"
-        return f"{self.format(self.value)} ({self.group}{fused})"
+        fused = "" if self.fused is None else f"; against fused {self.baseline} {self.found_fused}"
+        return f"{self.found} ({self.group}{fused})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

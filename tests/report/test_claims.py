@@ -290,7 +290,12 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
     verdict = checkout.judge()[SPEEDUP]
     assert (verdict.status, verdict.ours) == ("not measured", None)
     assert "one L40S at batch 64" in verdict.reason
-    assert [str(each) for each in verdict.elsewhere] == [f"1.25× ({checkout.CPU}, batch 1, fp32)", f"2× ({checkout.H200}, batch 64, fp16)"]
+    # steps between 9 and 11 ms around 10: the ratio of two speeds is at most 11/9 times as much, and at least 9/11
+    cpu, h200 = (f"{ratio:g}× [{ratio * 9 / 11:.3g}, {ratio * 11 / 9:.3g}]" for ratio in (1.25, 2))
+    assert [str(each) for each in verdict.elsewhere] == [
+        f"{cpu} ({checkout.CPU}, batch 1, fp32)",
+        f"{h200} ({checkout.H200}, batch 64, fp16)",
+    ]
 
 
 def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
@@ -299,7 +304,8 @@ def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
     )
     (found,) = checkout.judge()[SPEEDUP].elsewhere
     assert (found.value, found.fused) == (2.0, 0.8)
-    assert str(found) == f"2× ({checkout.H200}, batch 64, fp16; against fused DeiT 0.8×)"
+    assert found.ends == pytest.approx((2 * 9 / 11, 2 * 11 / 9)) and found.fused_ends == pytest.approx((0.8 * 9 / 11, 0.8 * 11 / 9))
+    assert str(found) == f"2× [1.64, 2.44] ({checkout.H200}, batch 64, fp16; against fused DeiT 0.8× [0.655, 0.978])"
 
 
 def test_a_statement_is_judged_by_the_comparisons_that_were_measured(checkout):
@@ -307,9 +313,51 @@ def test_a_statement_is_judged_by_the_comparisons_that_were_measured(checkout):
     tiny += [{"model": DEIT, "attention": "fused", "throughput_img_per_s": 50.0}]
     checkout.speed(*[row | {"image_size": [224, 224]} for row in tiny], device=checkout.H200)
     (found,) = checkout.judge()["text.5_3.deit_faster_224"].elsewhere
-    assert (
-        found.format(found.value) == "holds in the 1 of 3 measured" and found.format(found.fused) == "does not hold in the 1 of 3 measured"
-    )
+    assert (found.found, found.found_fused) == ("holds in the 1 of 3 measured", "does not hold in the 1 of 3 measured")
+
+
+@pytest.mark.parametrize(
+    ("deit_ms", "word"),
+    [
+        ((7.5, 8.5), "holds"),  # DeiT is faster, and every step of DeiT's interval is below Vittt's 9 to 11 ms
+        ((8.0, 9.5), "not separated"),
+        ((9.5, 11.5), "not separated"),
+        ((11.5, 12.0), "does not hold"),
+    ],
+)
+def test_a_statement_holds_only_where_the_intervals_are_apart(checkout, deit_ms, word):
+    """What took x ms has a speed of 64000 / x images/s at batch 64; the median is in the middle."""
+    middle = sum(deit_ms) / 2
+    deit = {"latency_ms": middle, "latency_ms_ci95": list(deit_ms), "throughput_img_per_s": 64e3 / middle, "image_size": [224, 224]}
+    vittt = {"model": VITTT, "image_size": [224, 224], "throughput_img_per_s": 64e2}
+    checkout.speed(vittt, {"model": DEIT, "attention": "unfused", **deit}, device=checkout.H200)
+    (found,) = checkout.judge()["text.5_3.deit_faster_224"].elsewhere
+    assert found.found == f"{word} in the 1 of 3 measured"
+
+
+def test_one_part_that_never_holds_refutes_a_statement(checkout):
+    """At 224 the speeds are equal, which leaves it open; at 1280 Vim is twice as fast."""
+    speeds = {(VITTT, 224): 100.0, ("vim_tiny_patch16_224", 224): 100.0, (VITTT, 1280): 100.0, ("vim_tiny_patch16_224", 1280): 200.0}
+    rows = [{"model": model, "image_size": [side, side], "throughput_img_per_s": speed} for (model, side), speed in speeds.items()]
+    gate = {"family": "vim", "batch_size": 64, "dtype": "fp16", "holds": True}
+    checkout.speed(*rows, device=checkout.H200, gates=[gate])
+    (found,) = checkout.judge()["text.5_3.faster_than_vim"].elsewhere
+    assert found.found == "does not hold in the 2 of 6 measured"
+
+
+def test_a_speed_without_an_interval_is_its_median(checkout):
+    unknown = {"latency_ms_ci95": None, "latency_ms_ci95_reason": "made up"}
+    checkout.speed(*[row | unknown for row in pair(throughput_img_per_s=50.0)], device=checkout.H200)
+    (found,) = checkout.judge()[SPEEDUP].elsewhere
+    assert (found.found, found.ends) == ("2×", None)
+
+
+def test_a_noisy_row_gives_no_speed_and_keeps_its_memory(checkout):
+    checkout.speed(*pair(latency_ms_ci95=[5.0, 15.0], peak_memory_mib=2000.0), device=checkout.L40S)
+    verdicts = checkout.judge()
+    where = f"{DEIT} at 1280×1280 on {checkout.L40S}, batch 64, fp16"
+    assert (verdicts[SPEEDUP].status, verdicts[SPEEDUP].reason) == ("not measured", f"{where}: noisy: spread")
+    assert verdicts[SAVED].ours == 50.0
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -327,7 +375,7 @@ def test_a_model_whose_operator_is_too_slow_is_set_beside_nothing(checkout, hold
     }
     checkout.speed(*rows, device=checkout.H200, gates=[gate])
     found = checkout.judge()["text.5_3.faster_than_vim"].elsewhere
-    assert [each.format(each.value) for each in found] == (["holds in the 2 of 6 measured"] if holds else [])
+    assert [each.found for each in found] == (["holds in the 2 of 6 measured"] if holds else [])
 
 
 def test_speed_on_the_papers_device_is_compared(checkout):
