@@ -130,7 +130,7 @@ def train_cell(cell: Cell) -> None:
     for outcome in outcomes.values():
         shutil.rmtree(outcome.state, ignore_errors=True)
     scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
-    print(f"{cell.name}: {scores} on {metrics['val_images']} held-out images of {cell.params.data}", flush=True)
+    print(f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}", flush=True)
 
 
 def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
@@ -245,7 +245,7 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         "seeds": list(by_seed),
         "batch_size": params.batch_size,
         "recipe_hash": params_hash(dataclasses.replace(params, options={}, seeds=(0,))),
-        **{name: first[name] for name in ("num_params", "epochs", "steps", "val_images", "weights_hash")},
+        **{name: first[name] for name in ("num_params", "epochs", "steps", "split", "held_out_images", "weights_hash")},
         "skipped_steps": sum(record["skipped_steps"] for record in records),
         "by_seed": records,
     }

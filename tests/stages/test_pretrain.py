@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from repro.data.manifest import read_manifest, write_manifest
+from repro.data.prepare import scan_manifest
+
 CELL = Path("results/pretrain/nano")
 WEIGHTS = CELL / "weights.safetensors"
 COMMAND = [sys.executable, "-m", "repro", "pretrain", "--cell", "nano"]
@@ -27,14 +30,16 @@ def trained(prepared, tmp_path_factory) -> Path:
 def test_what_a_run_leaves(trained):
     record = json.loads((trained / CELL / "metrics.json").read_text())
     metrics, identity = record["metrics"], record["identity"]
-    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["val_images"]) == ("digits", 2, 2 * (1438 // 128), 359)
+    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["held_out_images"]) == ("digits", 2, 2 * (1079 // 128), 359)
+    assert metrics["split"] == "test"
     assert metrics["num_params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
     assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "torch"
     assert len(identity["code_hash"]) == len(identity["params_hash"]) == len(identity["data_manifest_hash"]) == 16
     assert set(identity) == {"code_hash", "parent_commit", "params_hash", "data_manifest_hash", "device", "dtype", "backend", "versions"}
     rows = list(csv.DictReader(open(trained / CELL / "curve.csv")))
     assert [row["epoch"] for row in rows] == ["1", "2"]
-    assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["top1_percent"], rel=1e-5)
+    assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["tune_top1_percent"], rel=1e-5)
+    assert float(rows[0]["top1_percent"]) == pytest.approx(metrics["by_seed"][0]["tune_top1_previous_percent"], rel=1e-5)
     assert sorted(p.name for p in (trained / CELL / "snapshots").iterdir()) == ["epoch_000.safetensors", "epoch_002.safetensors"]
     assert (trained / CELL / "snapshots/epoch_002.safetensors").read_bytes() == (trained / WEIGHTS).read_bytes()
     assert not any((trained / ".runs").rglob("*.pt"))
@@ -114,7 +119,7 @@ WRONG_PARAMS = [
     ("epochs: 2", "epochs: 1", "snapshot_epochs: 2 is after the last epoch"),
     ("lr: 0.003", "lr: .nan", "pretrain.nano.optim.lr: nan is not a finite number"),
     ("batch_size: 128", "batch_size: 127", "batch_size: 127 is odd"),
-    ("batch_size: 128", "batch_size: 4096", "only 1438 training images"),
+    ("batch_size: 128", "batch_size: 4096", "only 1079 training images"),
     ("vittt_nano", "vitt_nano", "no such model; did you mean 'vittt_nano_patch16_144'?"),
     ("{depth: 1}", "{depht: 1}", "depht"),
     ("{depth: 1}", "{drop_path_rate: 0.1}", "options: drop_path_rate follows from"),
@@ -161,6 +166,10 @@ def test_changed_data_is_refused(checkout, repro_cli):
 def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
     image = next(Path("data/digits/train").rglob("*.png"))
     image.write_bytes(b"\0" * image.stat().st_size)
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 2 and f"train/{image.parent.name}: a file was changed or renamed" in err
+    file = Path("results/prepare_data/digits/manifest.json")  # as that of data of one's own would be, whose contents nobody compares
+    write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and str(image) in err and "unreadable" in err.splitlines()[-1]
     edit("epochs: 2", "max_unreadable: 1\n    epochs: 2")
