@@ -212,3 +212,18 @@ def test_what_efficiency_refuses_before_measuring(checkout, repro_cli):
 def test_evaluating_nothing_is_refused(checkout, repro_cli):
     code, _, err = repro_cli("evaluate", "--model", "vittt_tiny_patch16_224", "--data", "digits")
     assert code == 2 and "an untrained model has no accuracy" in err
+
+
+def test_seeds_by_hand_stand_elsewhere_and_are_not_trained_twice(checkout, repro_cli):
+    edit("epochs: 2", "epochs: 1", "snapshot_epochs: [0, 2]", "snapshot_epochs: []")
+    code, _, err = repro_cli("pretrain", "--cell", "nano", "--seeds", "2")
+    assert code == 0, err
+    (file,) = Path("results/measured").glob("*/pretrain/nano_2seeds/metrics.json")
+    metrics = json.loads(file.read_text())["metrics"]
+    assert metrics["seeds"] == [0, 1] and [run["seed"] for run in metrics["by_seed"]] == [0, 1] and not CELL.exists()
+    assert metrics["top1_percent"] == pytest.approx(sum(run["top1_percent"] for run in metrics["by_seed"]) / 2)
+    before = file.stat().st_mtime_ns
+    code, out, _ = repro_cli("pretrain", "--cell", "nano", "--seeds", "2")
+    assert code == 0 and "nano_2seeds: every seed is trained" in out and file.stat().st_mtime_ns == before
+    code, _, err = repro_cli("pretrain", "--replay-bad-step", "x.pt", "--seeds", "2")
+    assert (code, err.count("\n")) == (2, 1) and "leave --seeds out" in err
