@@ -16,6 +16,9 @@ import typer
 
 CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
 GpusOption = Annotated[int | None, typer.Option(min=1, help="Number of processes on this machine, one per GPU, started by torchrun.")]
+SeedsOption = Annotated[
+    int | None, typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured.")
+]
 
 # the headings under which the verbs are listed, in this order
 PURPOSES = {"graph": "Stages of the pipeline", "use": "Use a trained model", "check": "Before and between runs", "prove": "Proof"}

@@ -41,7 +41,7 @@ def command(
         Literal["fp32", "bf16", "fp16"], typer.Option(help="bf16 and fp16 run under autocast; the papers evaluate in fp32.")
     ] = "fp32",
 ) -> None:
-    """Measure top-1 and top-5 accuracy on a validation split; the records go to results/measured."""
+    """Measure top-1 and top-5 accuracy; the records go to results/measured."""
     from repro.inference.evaluate import evaluate
     from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 

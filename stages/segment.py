@@ -2,7 +2,7 @@
 
 from repro.tasks.segmentation.spec import SPEC
 
-from . import CellOption, GpusOption, Stage
+from . import CellOption, GpusOption, SeedsOption, Stage
 from .detect import EpochsOption, RandomOption
 
 STAGE = Stage(
@@ -10,8 +10,10 @@ STAGE = Stage(
 )
 
 
-def command(cell: CellOption = None, gpus: GpusOption = None, random: RandomOption = False, epochs: EpochsOption = None) -> None:
+def command(
+    cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, random: RandomOption = False, epochs: EpochsOption = None
+) -> None:
     """Train a segmenter on a pretrained backbone, and measure mIoU; a stopped run continues where it was."""
     from repro.training.cells import train_cells
 
-    train_cells("segment", SPEC, cell, gpus, random=random, epochs=epochs)
+    train_cells("segment", SPEC, cell, gpus, random=random, epochs=epochs, seeds=seeds)

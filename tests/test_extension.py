@@ -113,9 +113,9 @@ class Halve(Classify):
 
     name = "halve"
 
-    def open_datasets(self, data, params):
-        found = super().open_datasets(data, params)
-        for split in (found.train, found.val):
+    def open_datasets(self, data, params, held_out):
+        found = super().open_datasets(data, params, held_out)
+        for split in (found.train, *found.held_out.values()):
             split.collate = lambda samples, whole=split.collate: _halve(whole(samples), len(found.classes))
         return found
 
@@ -159,8 +159,8 @@ PARAMS = {
     "prepare_data": {
         "digits": {
             "kind": "digits",
-            "expected": {"classes": 10, "train": 1438, "val": 359},
-            "generate": {"image_size": 32, "val_fraction": 0.2, "seed": 0},
+            "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
+            "generate": {"image_size": 32, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0},
         }
     },
     "pretrain": {"toy": CELL},

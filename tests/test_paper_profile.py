@@ -3,7 +3,6 @@ counts are real. What would fail on the first step of a run of days fails here."
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ SIDE = 64
 class Loader(list):
     """One batch, and what a task asks of its loader beside it."""
 
-    dataset = SimpleNamespace(instances=SimpleNamespace(file=None, category_ids=()))
+    dataset = None
 
 
 def classify(params, classes):
@@ -62,8 +61,8 @@ def test_a_batch_goes_through_every_cell(stage, cell):
     names = tuple(map(str, range(classes)))
     model, _ = spec.build_model(dataclasses.replace(params, init=None), names, None, f"{stage}.{cell}")
     loader = Loader([batch])
-    datasets = Datasets(train=loader.dataset, val=loader.dataset, classes=names)
-    parts = {"model": model.train(), "train": loader, "val": loader, "batch_size": 2, "device": torch.device("cpu")}
+    datasets = Datasets(train=loader.dataset, held_out={"val": loader.dataset}, classes=names)
+    parts = {"model": model.train(), "train": loader, "held_out": {"val": loader}, "batch_size": 2, "device": torch.device("cpu")}
     task = spec.build_task(datasets, params, **parts)
     loss = task.loss(model, batch)["loss"]
     loss.backward()

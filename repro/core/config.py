@@ -23,11 +23,16 @@ from .paths import Paths
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string). Duplicate keys are errors."""
+    """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string). Duplicate keys are errors.
+
+    A mapping may take over another one (`<<: *anchor`) and override its keys.
+    """
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
             if not isinstance(key, Hashable):
                 continue  # refused by the base class

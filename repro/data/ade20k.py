@@ -7,17 +7,17 @@ A label map has 8 bits: 0 where nothing is labelled, and 1..K for the classes.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .findings import RAISE_FIRST, BadData, Finding, Report
-from .manifest import Folder, record_files
+from .manifest import Folder
 from .pixels import read_labels, read_pixels
-from .settings import SPLITS
-from .tree import list_entries, list_images
+from .tree import list_images, record_folder
 
-FOLDERS = {"train": "training", "val": "validation"}
+FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
 
 
@@ -25,7 +25,7 @@ class AdePairs:
     """One split, in the order of the names. Pairs are read at their own size and not changed.
 
     Args:
-        root, split: ADEChallengeData2016, or the folder that holds it; `train` or `val`.
+        root, split: ADEChallengeData2016, or the folder that holds it; see `Kind.splits`.
         report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing, an image or a
             label map that is empty or has no partner, a split without images; warnings for files that are not images.
     """
@@ -76,9 +76,9 @@ def read_pair(image_path: Path, label_path: Path, num_classes: int) -> tuple[np.
     return image, labels
 
 
-def read_classes(root: Path, report: Report = RAISE_FIRST) -> tuple[str, ...]:
-    """The names of the classes 1..K; judges the pairs of both splits, and raises UserError as `AdePairs` does."""
-    return [AdePairs(root, split, report).classes for split in SPLITS][-1]
+def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST) -> tuple[str, ...]:
+    """The names of the classes 1..K; judges the pairs of these splits, and raises UserError as `AdePairs` does."""
+    return [AdePairs(root, split, report).classes for split in splits][-1]
 
 
 def find_base(root: Path) -> Path:
@@ -87,10 +87,13 @@ def find_base(root: Path) -> Path:
     return inside if inside.is_dir() else root
 
 
-def list_folders(root: Path, split: str, prefix: str) -> list[Folder]:
-    """The folders of images and of label maps of a split; `prefix` begins their names in the manifest."""
+def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
+    """The folders of images and of label maps of a split.
+
+    `prefix` begins their names in the manifest; every file is read if contents count too.
+    """
     base, names = find_base(root), [f"{part}/{FOLDERS[split]}" for part in ("images", "annotations")]
-    return [Folder(prefix + name, base / name, record_files(list_entries(base / name).images)) for name in names]
+    return [Folder(prefix + name, base / name, record_folder(base / name, with_contents)) for name in names]
 
 
 def _read_names(base: Path, report: Report) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from ..core.paths import Paths
 from ..core.runtime import Runtime
 from .kinds import KINDS, Format, Kind, load_function
 from .manifest import Manifest, read_manifest, verify
-from .settings import SPLITS
 from .tree import Tree, scan_tree
 
 
@@ -34,13 +33,14 @@ class DataCell:
         return self.manifest.kind
 
     @property
-    def _row(self) -> Kind:
+    def row(self) -> Kind:
+        """The row of its kind."""
         return KINDS[self.kind]
 
     def open_tree(self) -> Tree:
         """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
         tree = scan_tree(self._find_part("folders"), self.kind)
-        verify(self.manifest, self.root, {split: tree.list_folders(split) for split in SPLITS})
+        verify(self.manifest, self.root, {split: tree.list_folders(split, self.row.embedded) for split in self.row.splits})
         return tree
 
     def open_instances(self, split: str) -> Any:
@@ -53,21 +53,21 @@ class DataCell:
 
     def groups(self, tree: Tree) -> np.ndarray | None:
         """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See `TrainOrder`."""
-        return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self._row.paired else None
+        return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self.row.paired else None
 
     def _open(self, part: Format, reader: str, split: str) -> Any:
         base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
-        verify(self.manifest, self.root, {split: list_folders(base, split, self._row.parts[part])})
+        verify(self.manifest, self.root, {split: list_folders(base, split, self.row.parts[part], self.row.embedded)})
         return load_function(f"{part}.{reader}")(base, split)
 
     def _find_part(self, part: Format) -> Path:
         """Where the part of a format begins."""
-        if part not in self._row.parts:
+        if part not in self.row.parts:
             kinds = " or ".join(kind.name for kind in KINDS.values() if part in kind.parts)
             raise UserError(f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}")
         if self.manifest.generated is not None and not self.root.exists():
-            load_function(self._row.writer)(self.root, self.manifest.generated)
-        return self.root / self._row.parts[part]
+            load_function(self.row.writer)(self.root, self.manifest.generated)
+        return self.root / self.row.parts[part]
 
 
 def manifest_path(paths: Paths, name: str) -> Path:

@@ -84,7 +84,7 @@ class ImageFolder(Dataset):
     neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
 
     Args:
-        tree, split: see `DataCell.open_tree`; `train` or `val`.
+        tree, split: see `DataCell.open_tree` and `Kind.splits`.
         transform: turns a PIL image, RGB, into a tensor.
         seed: seed of the augmentation.
         max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
@@ -131,7 +131,7 @@ class ImageFolder(Dataset):
         for offset in range(len(self)):
             candidate = (index + offset) % len(self)
             try:
-                return read_rgb(self.tree.source(self.split, candidate), self.tree.upright), candidate
+                return read_rgb(self.tree.source(self.split, candidate), self.tree.kind.upright), candidate
             except UNREADABLE as error:
                 if not self._unreadable[candidate]:
                     self._unreadable[candidate] = 1

@@ -1,6 +1,6 @@
 """The annotations of COCO detection: targets as mmdet takes them, in arrays.
 
-<root>/{train,val}2017/<image>      <root>/annotations/instances_{train,val}2017.json
+<root>/<split>2017/<image>      <root>/annotations/instances_<split>2017.json
 """
 
 import dataclasses
@@ -16,10 +16,9 @@ import numpy as np
 
 from ..core.hashing import short_hash
 from .findings import RAISE_FIRST, BadData, Finding, Report, count
-from .manifest import ClassRecord, Folder, record_files
+from .manifest import ClassRecord, Folder
 from .pixels import explain_error, read_pixels
-from .settings import SPLITS
-from .tree import list_entries, list_images, show_few
+from .tree import list_images, record_folder, show_few
 
 _RENEW = "unpack annotations_trainval2017.zip again"
 _SLACK_PX = 1.0  # coordinates are rounded
@@ -73,13 +72,13 @@ class Instances:
 
 
 def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Instances | None:
-    """Read and judge the annotations of `train` or `val`, and see that their images are there.
+    """Read and judge the annotations of a split, and see that their images are there.
 
     As in mmdet, crowds are not targets, nor are boxes that are narrower or lower than a pixel, without area or outside of their image;
     boxes that reach over the border are clipped.
 
     Args:
-        root, split: the folder that holds train2017, val2017 and annotations; `train` or `val`.
+        root, split: the folder that holds train2017, val2017 and annotations; see `Kind.splits`.
         report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to nothing, a
             target without a mask, images that are not in the folder; warnings for boxes without area or beyond their image. Where it
             lets the reading continue after an error that leaves nothing to read, None is returned.
@@ -124,24 +123,25 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
     )
 
 
-def read_classes(root: Path, report: Report = RAISE_FIRST) -> tuple[str, ...]:
-    """The names of the categories in the order of their ids; judges both splits, and raises UserError as `read_instances` does, or
+def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST) -> tuple[str, ...]:
+    """The names of the categories in the order of their ids; judges these splits, and raises UserError as `read_instances` does, or
     where their categories differ."""
-    train, val = (read_instances(root, split, report) for split in SPLITS)
-    if (train.category_ids, train.classes) != (val.category_ids, val.classes):
-        report.error(val.file, f"has other categories than {train.file.name}", "take both files of one release")
-    return train.classes
+    first, *others = (read_instances(root, split, report) for split in splits)
+    for other in others:
+        if (first.category_ids, first.classes) != (other.category_ids, other.classes):
+            report.error(other.file, f"has other categories than {first.file.name}", "take all files of one release")
+    return first.classes
 
 
-def list_folders(root: Path, split: str, prefix: str) -> list[Folder]:
-    """The image folder and the annotation file of a split; `prefix` begins their names in the manifest."""
+def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
+    """The image folder and the annotation file of a split; see `ade20k.list_folders`."""
     images, annotations = f"{split}2017", f"annotations/instances_{split}2017.json"
     try:
         content = (root / annotations).read_bytes()
     except OSError as error:
         raise BadData(Finding("error", root / annotations, explain_error(error), _RENEW)) from None
     return [
-        Folder(prefix + images, root / images, record_files(list_entries(root / images).images)),
+        Folder(prefix + images, root / images, record_folder(root / images, with_contents)),
         Folder(prefix + annotations, root / annotations, ClassRecord(images=0, bytes=len(content), hash=short_hash(content))),
     ]
 

@@ -21,7 +21,9 @@ class Kind:
     name: str  # in params.yaml and in manifests
     layout: str  # what the root holds, for messages
     check: str  # `repro data check` calls it with (root, report, depth)
-    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is train/<class>/ and val/<class>/
+    # the first is trained on; curves are of the second, by which choices are made; scores are reported of the last
+    splits: tuple[str, ...] = ("train", "val")
+    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is <split>/<class>/
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
     class_names: Callable[[], Sequence[str]] | None = None  # gives the names that class folders may have; None allows any
     sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
@@ -34,9 +36,24 @@ class Kind:
     paired: bool = False  # training images of the same name belong in one batch
 
     @property
+    def held_out(self) -> tuple[str, ...]:
+        """The splits that nothing is trained on."""
+        return self.splits[1:]
+
+    @property
+    def reported_split(self) -> str:
+        """The split of the scores that are reported."""
+        return self.splits[-1]
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the project writes it itself."""
+        return self.writer is not None
+
+    @property
     def modules(self) -> list[str]:
         """The modules whose sources determine the content of an embedded data set."""
-        return [f"{__package__}.{self.writer.rpartition('.')[0]}"] if self.writer else []
+        return [f"{__package__}.{self.writer.rpartition('.')[0]}"] if self.embedded else []
 
 
 @functools.cache
@@ -47,6 +64,7 @@ def list_wnids() -> tuple[str, ...]:
     return tuple(ImageNetInfo("imagenet-1k").label_names())
 
 
+_TUNED = ("train", "tune", "test")
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
 
@@ -55,7 +73,8 @@ KINDS = {
     for kind in (
         Kind(
             name="digits",
-            layout="train/digit_<0-9>/ and val/digit_<0-9>/",
+            layout="train/, tune/ and test/, each with digit_<0-9>/",
+            splits=_TUNED,
             check="check.folders.check_digits",
             class_names=lambda: DigitsSettings.CLASSES,
             settings_key="generate",
@@ -74,7 +93,8 @@ KINDS = {
         Kind(name="folder", layout="train/<class>/ and val/<class>/", check="check.folders.check_folder", upright=True),
         Kind(
             name="connect",
-            layout="train/{apart,joined}/ and val/{apart,joined}/",
+            layout="train/, tune/ and test/, each with apart/ and joined/",
+            splits=_TUNED,
             check="check.folders.check_connect",
             class_names=lambda: ConnectSettings.CLASSES,
             settings_key="curves",
@@ -86,6 +106,7 @@ KINDS = {
             name="scenes",
             parts={"coco": "coco/", "ade20k": "ade20k/"},
             layout="coco/ and ade20k/",
+            splits=_TUNED,
             check="check.dense.check_scenes",
             settings_key="draw",
             settings=ScenesSettings,
@@ -136,6 +157,10 @@ class PrepareData:
         for kind in KINDS.values():
             if kind.settings_key and (self.kind == kind.name) != (getattr(self, kind.settings_key) is not None):
                 raise ValueError(f"{kind.settings_key}: needed for kind {kind.name}, and for no other")
+        splits = KINDS[self.kind].splits
+        if self.expected is not None and (wrong := self.expected.splits ^ set(splits)):
+            what = "missing" if min(wrong) in splits else "no such split"
+            raise ValueError(f"expected.{min(wrong)}: {what}; {self.kind} has {', '.join(splits)}")
 
     @property
     def settings(self) -> Any:

@@ -1,7 +1,7 @@
 """Manifests: what a data set holds, small enough for Git, so that no stage depends on the images and DVC never hashes them.
 
-A manifest names no absolute path and no date. Names and sizes are compared, contents are not: a check of ImageNet takes
-seconds, not hours.
+A manifest names no absolute path and no date. Of a published data set, names and sizes are compared and contents are not: a check of
+ImageNet takes seconds, not hours. Of an embedded one, which is small, contents are compared too.
 """
 
 import dataclasses
@@ -18,7 +18,10 @@ from .kinds import KINDS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassRecord:
-    """One folder, or one annotation file: number of images, bytes, and a hash over names and sizes (of a file, over its content)."""
+    """One folder, or one annotation file: number of images, bytes, and a hash.
+
+    The hash of a folder is over names and sizes, and over contents where the kind is embedded; that of a file is over its content.
+    """
 
     images: int
     bytes: int
@@ -74,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder]]) -> None:
-    """Compare a data set at `root`, or a part of it, with its manifest by names and sizes; `folders` is what lies there now, by split.
+    """Compare a data set at `root`, or a part of it, with its manifest; `folders` is what lies there now, by split.
 
     Raises:
         UserError: one line that names a class folder too many or too few, or the first folder that differs, how, and how many do.
@@ -99,13 +102,18 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
         problem = "this annotation file differs from the one in the manifest"
     elif found.bytes != recorded.bytes:
         problem = f"{found.bytes} bytes in {found.images} images, the manifest has {recorded.bytes}: a file was changed or cut short"
+    elif KINDS[manifest.kind].embedded:
+        problem = "a file was changed or renamed"
     else:
         problem = "a file was renamed, or two were swapped"
     number = "1 such difference" if len(different) == 1 else f"{len(different)} such differences"
     raise UserError(f"{path}: {problem} ({number}); {advice}")
 
 
-def record_files(files: Sequence[tuple[bytes, int]]) -> ClassRecord:
-    """The record of a folder, given (name, bytes) of each file."""
-    listing = b"".join(b"%s\0%d\n" % pair for pair in files)
+def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:
+    """The record of a folder, given (name, bytes) of each file, and the hash of each content where it counts too."""
+    rows = [b"%s\0%d" % pair for pair in files]
+    if hashes is not None:
+        rows = [row + b"\0" + content.encode() for row, content in zip(rows, hashes, strict=True)]
+    listing = b"".join(row + b"\n" for row in rows)
     return ClassRecord(images=len(files), bytes=sum(size for _, size in files), hash=short_hash(listing))

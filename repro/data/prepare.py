@@ -15,7 +15,7 @@ from .cells import find_root, manifest_path
 from .findings import RAISE_FIRST, RaiseFirst, Report
 from .kinds import KINDS, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, write_manifest
-from .settings import SPLITS, ExpectedCounts
+from .settings import ExpectedCounts
 from .tree import scan_tree
 
 
@@ -36,8 +36,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     write_manifest(path, manifest)
     metrics = {
         "classes": len(manifest.classes),
-        "train_images": manifest.splits["train"].images,
-        "val_images": manifest.splits["val"].images,
+        **{f"{split}_images": manifest.splits[split].images for split in kind.splits},
         "images_mib": round(sum(split.bytes for split in manifest.splits.values()) / 2**20, 1),
         "departures": len(manifest.departures),
     }
@@ -53,16 +52,16 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
     """
     row, classes = KINDS[kind], ()
-    folders: dict[str, list[Folder]] = {split: [] for split in SPLITS}
+    folders: dict[str, list[Folder]] = {split: [] for split in row.splits}
     for part, prefix in row.parts.items():
         if part == "folders":
             tree = scan_tree(root, kind, report)
-            classes, listed = tree.classes, {split: tree.list_folders(split) for split in SPLITS}
+            classes, listed = tree.classes, {split: tree.list_folders(split, row.embedded) for split in row.splits}
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
-            classes = reader.read_classes(root / prefix, report)
-            listed = {split: reader.list_folders(root / prefix, split, prefix) for split in SPLITS}
-        for split in SPLITS:
+            classes = reader.read_classes(root / prefix, row.splits, report)
+            listed = {split: reader.list_folders(root / prefix, split, prefix, row.embedded) for split in row.splits}
+        for split in row.splits:
             folders[split] += listed[split]
     splits = {}
     for split, listed in folders.items():
@@ -73,7 +72,7 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
             bytes=sum(folder.record.bytes for folder in listed),
             folders={folder.name: folder.record for folder in listed},
         )
-    hashes = [f"{split}/{name} {record.hash}" for split in SPLITS for name, record in splits[split].folders.items()]
+    hashes = [f"{split}/{name} {record.hash}" for split in row.splits for name, record in splits[split].folders.items()]
     manifest = Manifest(
         kind=kind,
         classes={name: index for index, name in enumerate(classes)},
@@ -97,7 +96,7 @@ def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, whe
 
 def _find_differences(manifest: Manifest, expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:
     """(name, found, expected) of each count that differs."""
-    counts = {"classes": len(manifest.classes), **{split: manifest.splits[split].images for split in SPLITS}}
+    counts = {"classes": len(manifest.classes), **{split: record.images for split, record in manifest.splits.items()}}
     for name, found in counts.items():
         if found != (wanted := getattr(expected, name)):
             yield name, found, wanted

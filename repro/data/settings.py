@@ -11,13 +11,17 @@ from typing import Any, ClassVar, Literal
 
 from ..core.config import bounded
 
-SPLITS = ("train", "val")
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
 
 def _check_pair(name: str, pair: tuple[float, ...], wanted: str) -> None:
     if len(pair) != 2 or pair[0] > pair[1]:
         raise ValueError(f"{name}: expected {wanted}, got {list(pair)}")
+
+
+def _check_fractions(tune: float, test: float) -> None:
+    if tune + test > 0.9:
+        raise ValueError(f"test_fraction: {test:g} and tune_fraction {tune:g} leave less than a tenth for training; make them smaller")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,29 +65,38 @@ class TransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:
-    """How the embedded `digits` are written: side of the PNGs in pixels, share of each class that goes to val, seed of the split."""
+    """How the embedded `digits` are written: side of the PNGs in pixels, shares of each class that go to tune and test, seed of the split."""
 
     CLASSES: ClassVar[tuple[str, ...]] = tuple(f"digit_{digit}" for digit in range(10))
 
     image_size: int = bounded(144, ge=8)
-    val_fraction: float = bounded(0.2, gt=0, le=0.9)
+    tune_fraction: float = bounded(0.2, gt=0, le=0.9)
+    test_fraction: float = bounded(0.2, gt=0, le=0.9)
     seed: int = bounded(0, ge=0)
+
+    def __post_init__(self) -> None:
+        _check_fractions(self.tune_fraction, self.test_fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScenesSettings:
-    """How the embedded `scenes` are drawn: side in pixels, number of images, seed of the drawing.
+    """How the embedded `scenes` are drawn: side in pixels, number of images of each split, seed of the drawing.
 
-    `val_fraction` and `split_seed` choose the scans that appear only in val. With the `val_fraction` and `seed` of `digits`, a
-    backbone that was pretrained on those has seen none of them.
+    The fractions and `split_seed` choose the scans that appear in each split, as for `digits`. With the values that `digits` has, a
+    backbone that was pretrained on those has seen no scan of tune or test.
     """
 
     image_size: int = bounded(256, ge=128)
     train: int = bounded(400, ge=1)
-    val: int = bounded(100, ge=1)
+    tune: int = bounded(100, ge=1)
+    test: int = bounded(100, ge=1)
     seed: int = bounded(0, ge=0)
-    val_fraction: float = bounded(0.2, gt=0, le=0.9)
+    tune_fraction: float = bounded(0.2, gt=0, le=0.9)
+    test_fraction: float = bounded(0.2, gt=0, le=0.9)
     split_seed: int = bounded(0, ge=0)
+
+    def __post_init__(self) -> None:
+        _check_fractions(self.tune_fraction, self.test_fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +107,8 @@ class ConnectSettings:
 
     image_size: int = bounded(ge=64)  # side of the images in pixels, a multiple of the models' patch of 16
     train_pairs: int = bounded(ge=1)  # number of pairs, half the number of images
-    val_pairs: int = bounded(ge=1)
+    tune_pairs: int = bounded(ge=1)
+    test_pairs: int = bounded(ge=1)
     dashes: tuple[int, ...] = bounded(ge=1)  # [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them
     dash_px: int = bounded(10, ge=1)  # length along a curve
     gap_px: int = bounded(4, ge=2)  # between two dashes
@@ -145,8 +159,18 @@ class DetectionTransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedCounts:
-    """Number of classes and images that a data set must have; `prepare_data` refuses any other, so that a subset is a written decision."""
+    """Number of classes, and of images in each split of the kind, that a data set must have.
+
+    `prepare_data` refuses any other, so that a subset is a written decision.
+    """
 
     classes: int = bounded(ge=1)
     train: int = bounded(ge=1)
-    val: int = bounded(ge=1)
+    val: int | None = bounded(None, ge=1)
+    tune: int | None = bounded(None, ge=1)
+    test: int | None = bounded(None, ge=1)
+
+    @property
+    def splits(self) -> set[str]:
+        """The splits whose images are counted."""
+        return {name for name in ("train", "val", "tune", "test") if getattr(self, name) is not None}

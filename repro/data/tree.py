@@ -1,6 +1,6 @@
-"""Data sets of classification: root/{train,val}/<class>/<image>, scanned once with `os.scandir`.
+"""Data sets of classification: root/<split>/<class>/<image>, scanned once with `os.scandir`.
 
-A split may also be tar archives, for storage that is slow with small files: root/{train,val}/*.tar. The class of an image then comes
+A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image then comes
 from the first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted wnids of ImageNet-1K
 (WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the archives in ILSVRC2012_img_train.tar
 are called).
@@ -21,15 +21,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.errors import UserError
+from ..core.hashing import hash_file, short_hash
 from ..core.record import atomic
 from .findings import RAISE_FIRST, Report, count
 from .kinds import KINDS, Kind, list_wnids
-from .manifest import Folder, record_files
-from .settings import SPLITS
+from .manifest import ClassRecord, Folder, record_files
 
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
-# where the archive of Kaggle and the usual scripts put train/ and val/
+# where the archive of Kaggle and the usual scripts put the splits
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 # the listing of archives is kept beside them: to read 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
@@ -83,10 +83,10 @@ class Split:
 class Tree:
     """A scanned root. A class's index is its place in the sorted folder names."""
 
-    root: Path  # holds train and val
-    classes: tuple[str, ...]  # sorted names of the class folders, the same in both splits
+    root: Path  # holds a folder for each split
+    classes: tuple[str, ...]  # sorted names of the class folders, the same in every split
     splits: dict[str, Split]
-    upright: bool = False  # whether images are turned as their EXIF data say, see `Kind.upright`
+    kind: Kind
 
     def path(self, split: str, index: int) -> Path:
         """The file of one sample; for one in an archive, the archive's path followed by the name in it."""
@@ -102,13 +102,17 @@ class Tree:
         archive = os.fsdecode(files.archives.files[files.archives.number[index]])
         return Source(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
-    def list_folders(self, split: str) -> list[Folder]:
-        """What a split holds, by class; an archived split has the same records as its folders would have."""
+    def list_folders(self, split: str, with_contents: bool) -> list[Folder]:
+        """What a split holds, by class; an archived split has the same records as its folders would have.
+
+        Every image is read if their contents count too.
+        """
         files = self.splits[split]
         ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
         listed = []
         for name, start, end in zip(self.classes, [0, *ends], ends):
-            record = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())))
+            hashes = [short_hash(self.source(split, index).read()) for index in range(start, end)] if with_contents else None
+            record = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())), hashes)
             listed.append(Folder(name, self.root / split / name, record))
         return listed
 
@@ -122,12 +126,12 @@ class Entries(NamedTuple):
 
 
 def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
-    """Read the names and sizes of all images below `root`, which holds train/<class>/ and val/<class>/.
+    """Read the names and sizes of all images below `root`, which holds <split>/<class>/ for every split of the kind.
 
     Args:
         root, kind: where the data set lies, and a row of `KINDS`.
         report: takes what is wrong: root or split missing, images outside of class folders, empty class folders, classes that the
-            kind does not have or that only one split has; warnings for files that nothing reads. Where it lets the scan continue after
+            kind does not have or that not every split has; warnings for files that nothing reads. Where it lets the scan continue after
             an error, a split that cannot be read is left out.
 
     Raises:
@@ -136,24 +140,25 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
     row = KINDS[kind]
     if not root.is_dir():
         report.error(root, "no such folder", _advise_layout(row))
-        return Tree(root, (), {}, row.upright)
+        return Tree(root, (), {}, row)
     found = {}
-    for split in SPLITS:
+    for split in row.splits:
         if (read := _read_split(root, split, row, report)) is not None:
             found[split] = read
             _check_names(root / split, read[0], row, report)
-    if len(found) == 2:
-        train, val = (set(names) for names, _ in found.values())
-        single = [(root / "train" / name, f"class {name!r} is in train but not in val") for name in sorted(train - val)]
-        single += [(root / "val" / name, f"class {name!r} is in val but not in train") for name in sorted(val - train)]
-        report.errors(single, "both splits need the same classes")
+    single = [
+        (root / one / name, f"class {name!r} is in {one} but not in {other}")
+        for one, other in itertools.permutations(found, 2)
+        for name in sorted(set(found[one][0]) - set(found[other][0]))
+    ]
+    report.errors(single, "every split needs the same classes")
     classes = sorted({name for names, _ in found.values() for name in names})
     place_of = {name: place for place, name in enumerate(classes)}
     splits = {}
     for split, (names, files) in found.items():
-        places = np.array([place_of[name] for name in names], dtype=np.int64)  # 0, 1, 2, ... where both splits have all classes
+        places = np.array([place_of[name] for name in names], dtype=np.int64)  # 0, 1, 2, ... where every split has all classes
         splits[split] = dataclasses.replace(files, targets=places[files.targets])
-    return Tree(root, tuple(classes), splits, row.upright)
+    return Tree(root, tuple(classes), splits, row)
 
 
 def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
@@ -176,6 +181,12 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}") from None
     return Entries(sorted(images), sorted(folders), sorted(others))
+
+
+def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
+    """What a folder of images holds; every image is read if their contents count too. Raises UserError as `list_entries`."""
+    images = list_entries(folder).images
+    return record_files(images, [hash_file(folder / os.fsdecode(name)) for name, _ in images] if with_contents else None)
 
 
 def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
@@ -211,7 +222,7 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
     """The sorted classes and the files of one split; None where there is nothing to read."""
     folder = root / split
     if not folder.is_dir():
-        inside = next((place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in SPLITS)), None)
+        inside = next((place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in kind.splits)), None)
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
     if any(folder.glob("*.tar")) and not any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")):
@@ -242,7 +253,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
         elif not found.images:
             empty.append((folder / name, f"holds no image ({', '.join(EXTENSIONS)})"))
     report.errors(too_deep, "move the images up, directly into the class folder")
-    report.errors(empty, "fill this class folder, or remove it from train and val")
+    report.errors(empty, "fill this class folder, or remove it from every split")
     _warn_of_others(folder, others, report)
     targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)

@@ -33,7 +33,7 @@ class Classifier:
         return self.checkpoint.name
 
     def read_images(self, tree: Tree) -> Tensor:
-        """The validation images of a tree as the model sees them: uint8 (N, 3, S, S)."""
+        """The images of a tree's reported split as the model sees them: uint8 (N, 3, S, S)."""
         dataset = self._dataset(tree)
         return torch.stack([torch.as_tensor(dataset[(0, index)][0]) for index in range(len(dataset))])
 
@@ -44,7 +44,7 @@ class Classifier:
     def measure_accuracy(
         self, tree: Tree, *, batch_size: int, workers: int, dtype: str = "fp32", progress: Progress | None = None
     ) -> dict[str, float]:
-        """`top1_percent`, `top5_percent`, `val_loss` and `val_images` over the validation split of a tree.
+        """`top1_percent`, `top5_percent`, `held_out_loss` and `held_out_images` over the reported split of a tree.
 
         `workers` processes read the images; `bf16` and `fp16` run under autocast; `progress` is told the number of finished images.
         """
@@ -56,7 +56,7 @@ class Classifier:
             loader.close()
 
     def _dataset(self, tree: Tree) -> ImageFolder:
-        return ImageFolder(tree, "val", eval_transform(self.transform))
+        return ImageFolder(tree, tree.kind.reported_split, eval_transform(self.transform))
 
 
 def load_classifier(checkpoint: Checkpoint, device: torch.device, image_size: int | None = None) -> Classifier:
@@ -73,13 +73,14 @@ def require_same_classes(checkpoint: Checkpoint, classes: Sequence[str], data: s
         raise UserError(f"{checkpoint.path}: was trained on other classes ({theirs}) than {data} has ({len(classes)})")
 
 
-def subsample_val(tree: Tree, count: int, seed: int) -> Tree:
-    """The tree with at most `count` validation images, drawn without replacement; they keep their order."""
-    files = tree.splits["val"]
+def subsample(tree: Tree, count: int, seed: int) -> Tree:
+    """The tree with at most `count` images in its reported split, drawn without replacement; they keep their order."""
+    split = tree.kind.reported_split
+    files = tree.splits[split]
     if count >= len(files.names):
         return tree
     chosen = np.sort(np.random.Generator(np.random.PCG64(seed)).choice(len(files.names), count, replace=False))
-    return dataclasses.replace(tree, splits={**tree.splits, "val": files.take(chosen)})
+    return dataclasses.replace(tree, splits={**tree.splits, split: files.take(chosen)})
 
 
 def _report_progress(loader: EvalLoader, progress: Progress | None) -> Iterator[tuple]:

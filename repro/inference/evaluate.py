@@ -24,11 +24,11 @@ from ..explain.draw import save_figure
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import family_module, kernel_backend
-from .classifier import Classifier, load_classifier, require_same_classes, subsample_val
+from .classifier import Classifier, load_classifier, require_same_classes, subsample
 from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
-CURVE = ("image_size", "top1_percent", "top5_percent", "val_loss", "val_images")
+CURVE = ("image_size", "top1_percent", "top5_percent", "held_out_loss", "held_out_images")
 # () -> (models with published weights, and the sides of their images in pixels; reason -> labels of the rows without)
 FindModels = Callable[[], tuple[Sequence[tuple[Published, int]], dict[str, list[str]]]]
 FindPrinted = Callable[[str, int], str | None]  # registered name, side in pixels -> percent as printed
@@ -54,11 +54,12 @@ def evaluate(
     request.check()
     cell = open_cell(paths, runtime, data)
     if request.limit is not None:
-        check_limit(request.limit, cell.manifest.splits["val"].images)
+        split = cell.row.reported_split
+        check_limit(request.limit, cell.manifest.splits[split].images, split)
     tree = cell.open_tree()
     subjects = list(_find_subjects(request, tree.classes, data, find_models))
     if request.limit is not None:
-        tree = subsample_val(tree, request.limit, LIMIT_SEED)
+        tree = subsample(tree, request.limit, LIMIT_SEED)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
     evaluation = _Evaluation(paths, runtime, cell, tree, choose_device(runtime.device), request, find_printed)
@@ -75,10 +76,10 @@ def evaluate(
         raise RunError(f"evaluate: {len(failed)} of {len(subjects)} models were not evaluated: {', '.join(failed)}")
 
 
-def check_limit(limit: int, val_images: int) -> None:
+def check_limit(limit: int, images: int, split: str) -> None:
     """Raise a UserError for a limit that leaves out no image, or whose score would look like one of the whole split."""
-    if limit >= val_images:
-        raise UserError(f"evaluate: --limit {limit}: the validation split has {val_images} images; leave out --limit to use all of them")
+    if limit >= images:
+        raise UserError(f"evaluate: --limit {limit}: the split {split} has {images} images; leave out --limit to use all of them")
     if limit == IMAGENET_1K.val:  # reports recognise a full score by this number
         raise UserError(f"evaluate: --limit {limit}: is the size of ImageNet-1K's split and would be taken for it; give another number")
 
@@ -138,15 +139,16 @@ class _Evaluation:
         """Measure, record and print the accuracy of a model at one size; the record's metrics."""
         started = time.monotonic()
         request, checkpoint, size = self.request, classifier.checkpoint, classifier.transform.image_size
-        val_images = len(self.tree.splits["val"].names)
-        with Progress(f"{classifier.name} at {size}", val_images, unit="images") as progress, _one_line_errors(classifier.name, size):
+        split = self.cell.row.reported_split
+        images = len(self.tree.splits[split].names)
+        with Progress(f"{classifier.name} at {size}", images, unit="images") as progress, _one_line_errors(classifier.name, size):
             scores = classifier.measure_accuracy(
                 self.tree, batch_size=request.batch_size, workers=self.runtime.workers, dtype=request.dtype, progress=progress
             )
-        if not math.isfinite(scores["val_loss"]):
+        if not math.isfinite(scores["held_out_loss"]):
             raise RunError(f"{classifier.name} at {size}: logits are not finite in {request.dtype}; use --dtype fp32 or bf16")
-        metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "weights_hash": checkpoint.hash}
-        metrics |= {**checkpoint.facts, "image_size": size, "train_image_size": checkpoint.image_size}
+        metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "split": split}
+        metrics |= {**checkpoint.facts, "weights_hash": checkpoint.hash, "image_size": size, "train_image_size": checkpoint.image_size}
         if request.limit is not None:
             metrics |= {"limit": request.limit, "limit_seed": LIMIT_SEED}
         identity = make_identity(
@@ -170,7 +172,9 @@ class _Evaluation:
         comparable = self.cell.kind == "imagenet" and not self.request.limit and checkpoint.facts.get("options") == {}
         printed = self.find_printed(checkpoint.name, metrics["image_size"]) if comparable else None
         scores = f"top-1 {metrics['top1_percent']:.2f} %, top-5 {metrics['top5_percent']:.2f} %"
-        return f"{where}: {scores} on {metrics['val_images']} images{limited}" + (f" (Table 1: {printed} %)" if printed else "")
+        return f"{where}: {scores} on {metrics['held_out_images']} {metrics['split']} images{limited}" + (
+            f" (Table 1: {printed} %)" if printed else ""
+        )
 
 
 @contextlib.contextmanager
@@ -199,7 +203,7 @@ def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> Non
     axes.plot(sizes, [row["top1_percent"] for row in rows], marker="o")
     axes.axvline(trained, linestyle="--", color="grey", label=f"trained at {trained} pixels")
     axes.set(xlabel="image size (pixels)", ylabel="top-1 accuracy (%)")
-    axes.set_title(f"{title}, {rows[0]['val_images']} images{limited}", fontsize="medium")
+    axes.set_title(f"{title}, {rows[0]['held_out_images']} images{limited}", fontsize="medium")
     axes.set_xticks(sorted({*sizes, trained}))
     axes.grid(alpha=0.3)
     axes.legend()

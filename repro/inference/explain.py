@@ -99,7 +99,7 @@ def _read_picture(classifier: Classifier, path: Path) -> Tensor:
 
 
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], str]:
-    """`top1_percent`, `val_images` and the inner losses over a validation split with a changed inner loop; and what others report.
+    """`top1_percent`, `held_out_images` and the inner losses over the reported split with a changed inner loop; and what others report.
 
     An unknown probe, or a model without an inner learner, is a UserError.
     """
@@ -110,12 +110,12 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tu
         before, after = probe.inner_losses()
     except ValueError as error:
         raise UserError(f"explain: {error}") from None
-    kept = {key: scores[key] for key in ("top1_percent", "val_images")}
+    kept = {key: scores[key] for key in ("top1_percent", "held_out_images")}
     return kept | {"inner_loss_before": before, "inner_loss_after": after}, probe.reported
 
 
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: int) -> None:
-    """Print a model's accuracy and inner losses on a validation split, unchanged and with a probe; raises as `run_probe`.
+    """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe; raises as `run_probe`.
 
     Data with other classes than the model's are a UserError, too.
     """
@@ -125,7 +125,7 @@ def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: in
     unchanged, _ = run_probe(classifier, tree, "steps=1", workers)
     before, after = unchanged["top1_percent"], found["top1_percent"]
     print(
-        f"{classifier.name} on {cell.name}, {found['val_images']} images: "
+        f"{classifier.name} on {cell.name}, {found['held_out_images']} {tree.kind.reported_split} images: "
         f"top-1 {before:.2f} %, with {name} {after:.2f} % ({after - before:+.2f})"
     )
     for which, numbers in (("unchanged", unchanged), (f"with {name}", found)):

@@ -66,7 +66,7 @@ class VisualizeParams:
 
     Args:
         cell: a cell of `pretrain` with a snapshot of epoch 0, for the gradients, the reconstruction losses and the probes.
-        data: a cell of `prepare_data`, whose validation images are used.
+        data: a cell of `prepare_data`, whose reported split is used.
         seed: of the draw of these images.
         images: number of images over which maps and losses are averaged (the paper: 128).
         shown: number of them in the figure of gradients, spread evenly over the classes.

@@ -18,7 +18,7 @@ from ..data.tree import Tree
 from ..explain import draw, erf, inner
 from ..models.checkpoints import open_weights
 from ..models.registry import family_module, kernel_backend
-from .classifier import Classifier, load_classifier, subsample_val
+from .classifier import Classifier, load_classifier, subsample
 from .explain import find_snapshots, measure_field, run_probe
 from .params import VisualizeParams
 
@@ -46,10 +46,10 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
         raise UserError(f"{weights.parent}: no snapshot of epoch 0; add 0 to pretrain.{params.cell}.snapshot_epochs and train it again")
     classifier = load_classifier(open_weights(weights), device)
     states = {epoch: load_classifier(open_weights(file), device) for epoch, file in snapshots.items()}
-    chosen, folder = subsample_val(tree, params.images, params.seed), paths.results / "visualize"
+    chosen, folder = subsample(tree, params.images, params.seed), paths.results / "visualize"
     images = classifier.read_images(chosen)
     inputs = classifier.to_inputs(images)
-    caption = f"{params.cell}, validation images of {params.data}; {device_label(device)}"
+    caption = f"{params.cell}, {tree.kind.reported_split} images of {params.data}; {device_label(device)}"
 
     metrics: dict[str, Any] = {
         "cell": params.cell,
@@ -57,7 +57,7 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
         "data": cell.name,
         "kind": cell.kind,
         "image_size": classifier.transform.image_size,
-        "val_images": len(images),
+        "held_out_images": len(images),
         "gradient_magnitude": _compare_gradients(
             {"before": states[0], "after": classifier}, images, inputs, params.shown, cell.kind, folder, caption
         ),
@@ -67,7 +67,7 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     draw.draw_losses(folder / "fig11_reconstruction.png", losses, f"{caption}; {mean}")
     metrics["reconstruction_loss"] = {state.replace(" ", "_"): _summarise_losses(found) for state, found in losses.items()}
     metrics["receptive_fields"], modules = _compare_fields(params, paths, tree, device, folder)
-    measured = subsample_val(tree, params.probe_images, params.seed)
+    measured = subsample(tree, params.probe_images, params.seed)
     metrics["probes"] = {name: run_probe(classifier, measured, name, runtime.workers)[0] for name in ("steps=1", *params.probes)}
     identity = make_identity(
         paths.root,
@@ -145,7 +145,7 @@ def _compare_fields(
     params: VisualizeParams, paths: Paths, tree: Tree, device: torch.device, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """Draw Fig. 8; the numbers of each model, and the modules that define the models' families."""
-    chosen = subsample_val(tree, params.field_images, params.seed)
+    chosen = subsample(tree, params.field_images, params.seed)
     fields, shapes, numbers, modules = {}, {}, {}, []
     for label, source in params.receptive_fields.items():
         try:
@@ -164,7 +164,7 @@ def _compare_fields(
         numbers[label]["share_within"] = {f"{radius}_px": share for radius, share in profile}
         if shape.share_ahead is None:
             numbers[label]["share_ahead_reason"] = "nothing outside the central patch contributes"
-    images = f"mean over {params.field_images} validation images of {params.data}"
+    images = f"mean over {params.field_images} {tree.kind.reported_split} images of {params.data}"
     caption = f"contributions of pixels to the central unit, {images}; {device_label(device)}"
     draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, caption)
     even = torch.ones(next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64)

@@ -178,7 +178,7 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
         counts = dict.fromkeys(len(source.metrics.get("by_seed", ())) for source in sources)
         seeds = " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
-        scope = f"{describe_origin(sources, report.named)}; {first['val_images']:.0f} held-out images, {lengths}, {seeds}"
+        scope = f"{describe_origin(sources, report.named)}; {first['held_out_images']:.0f} held-out images, {lengths}, {seeds}"
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
     return facts

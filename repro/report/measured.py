@@ -59,7 +59,7 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     for source in runs:
         m = source.metrics
         run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
-        images = number(f"{m['val_images']:.0f}") if m.get("val_images") is not None else "–"
+        images = number(f"{m['held_out_images']:.0f}") if m.get("held_out_images") is not None else "–"
         about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
         rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.device])
         reference = m.get("without_learning")

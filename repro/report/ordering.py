@@ -44,15 +44,20 @@ class Ordering:
 
 
 def judge_ordering(
-    top1: Mapping[str, Top1], before: Mapping[str, Mapping[int, float | None]], orders: Sequence[tuple[str, str]], images: int, classes: int
+    top1: Mapping[str, Top1],
+    ends: Mapping[str, Mapping[int, tuple[float | None, float]]],
+    orders: Sequence[tuple[str, str]],
+    images: int,
+    classes: int,
 ) -> Ordering:
     """Judge whether the paper's order is seen.
 
     Args:
-        top1: variant -> seed -> accuracy in percent.
-        before: variant -> seed -> accuracy at the evaluation before the last; None where there was none.
+        top1: variant -> seed -> accuracy in percent, on the reported split.
+        ends: variant -> seed -> accuracies at the last two evaluations of the curve, on the curve's split; the first of them is None
+            where there was one evaluation.
         orders: (better, worse) by the paper. Pairs with a variant that was not trained are left out.
-        images: size of the validation split.
+        images: size of the reported split.
         classes: of the data set.
     """
     orders = [(better, worse) for better, worse in orders if better in top1 and worse in top1]
@@ -65,7 +70,7 @@ def judge_ordering(
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
     pairs = compare_pairs(top1, orders, seeds, images)
     tau = statistics.mean((pair.difference > 0) - (pair.difference < 0) for pair in pairs)
-    word, why = _conclude(pairs, means, [before[name][seed] for name in names for seed in seeds], images, classes)
+    word, why = _conclude(pairs, means, [ends[name][seed] for name in names for seed in seeds], images, classes)
     return Ordering(word, why, pairs, tau)
 
 
@@ -116,16 +121,16 @@ def sampling_noise(percent: float, images: int) -> float:
 
 
 def _conclude(
-    pairs: Sequence[Pair], means: Mapping[str, float], before: Sequence[float | None], images: int, classes: int
+    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[tuple[float | None, float]], images: int, classes: int
 ) -> tuple[Word, str]:
     """The word of a table and the sentence behind it: the first case that applies."""
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
     spread = best - min(means.values())
     if best - chance < sampling_noise(chance, images):
         return "insufficient budget", f"no variant exceeds chance, {chance:.1f} %, by more than the noise of {images} images"
-    if None in before:
+    if any(before is None for before, _ in ends):
         return "insufficient budget", "accuracy was taken once, so whether it was still rising is unknown"
-    gain = overall - statistics.mean(before)
+    gain = statistics.mean(last - before for before, last in ends)
     if gain > spread:
         why = f"the last evaluation still gained {gain:.1f} points, more than the {spread:.1f} between the best and the worst variant"
         return "insufficient budget", why

@@ -159,7 +159,7 @@ class Results:
     def is_full(self, source: Source) -> bool:
         """Whether it was scored on the whole validation split of a benchmark."""
         benchmark = BENCHMARKS.get(source.metrics["kind"])
-        return benchmark is not None and source.metrics.get("val_images") == benchmark.val_images
+        return benchmark is not None and source.metrics.get("held_out_images") == benchmark.val_images
 
     def find(self, path: str) -> Source | None:
         """The record at a path; None where a number was read from another file."""

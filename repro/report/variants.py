@@ -83,11 +83,18 @@ def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
     runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
-    top1, before = (
-        {name: {run["seed"]: run[key] for run in of_variant} for name, of_variant in runs.items()}
-        for key in (TOP1, "top1_previous_percent")
-    )
-    return judge_ordering(top1, before, find_orders(where, ledger), group.common["val_images"], group.common["classes"])
+    top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
+    ends = {name: {run["seed"]: find_ends(run) for run in of_variant} for name, of_variant in runs.items()}
+    return judge_ordering(top1, ends, find_orders(where, ledger), group.common["held_out_images"], group.common["classes"])
+
+
+def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
+    """The accuracies at the last two evaluations of a curve, in percent; None for the first where there was one evaluation.
+
+    Both are on the curve's split, which names them where it is not the reported one.
+    """
+    of_curve = "tune_" if f"tune_{TOP1}" in run else ""
+    return run[f"{of_curve}top1_previous_percent"], run[f"{of_curve}{TOP1}"]
 
 
 def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:

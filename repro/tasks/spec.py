@@ -14,14 +14,15 @@ class Datasets:
     """What a training reads.
 
     Args:
-        train, val: data sets as the loaders want them, see `repro.data.loader.Samples`.
+        train: a data set as the loaders want it, see `repro.data.loader.Samples`.
+        held_out: split -> such a data set; see `repro.training.loop.Task`.
         classes: the names of the classes, by index.
         groups: a number for each training sample, or None; see `repro.data.loader.TrainOrder`.
         alone: whether images are evaluated one at a time, since they differ in size.
     """
 
     train: Any
-    val: Any
+    held_out: Mapping[str, Any]
     classes: tuple[str, ...]
     groups: Any = None
     alone: bool = False
@@ -64,8 +65,8 @@ class TaskSpec(abc.ABC):
     scores: ClassVar[Mapping[str, str]]
 
     @abc.abstractmethod
-    def open_datasets(self, data: Any, params: Any) -> Datasets:
-        """The training and validation images of a prepared data set, a `repro.data.cells.DataCell`.
+    def open_datasets(self, data: Any, params: Any, held_out: Sequence[str]) -> Datasets:
+        """The training images of a prepared data set, a `repro.data.cells.DataCell`, and those of some held-out splits.
 
         Raises:
             UserError: the data are not those of the manifest, or of a kind that this task cannot use.
@@ -89,14 +90,14 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a finished training, from the last row of its curve; scores end in `_percent`."""
+        """The metrics of a finished training, from its last evaluation; scores end in `_percent`."""
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
         """The same scores of a method that learns nothing, on embedded data where there is one."""
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
-        """Draw what a trained model, in eval mode, sees in some validation images, as PNGs in a folder; nothing by default."""
+        """Draw what a trained model, in eval mode, sees in some images of the reported split, as PNGs in a folder; nothing by default."""
         return
 
     def count_flop_per_image(self, task: Any) -> float | None:

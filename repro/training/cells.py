@@ -33,6 +33,7 @@ def train_cells(
     recipe: Recipe | None = None,
     random: bool = False,
     epochs: int | None = None,
+    seeds: int | None = None,
 ) -> list[Cell]:
     """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
 
@@ -42,7 +43,8 @@ def train_cells(
         cell: the name of one cell; None trains all.
         gpus: processes on this machine; None trains in this one.
         recipe: see `Cell`.
-        random, epochs: start from random weights; train this many epochs instead. The results stand under results/measured then.
+        random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many, instead. The results
+            stand under results/measured then.
 
     Returns:
         The cells that this process trained, on rank 0.
@@ -53,7 +55,7 @@ def train_cells(
     paths = find_root()
     runtime = load_runtime(paths)
     device = choose_device(runtime.device)
-    suffix = ("_random" if random else "") + (f"_{epochs}epochs" if epochs else "")
+    suffix = "".join(["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""])
     results = paths.measured(device_slug(device)) if suffix else paths.results
     cells = []
     for name in [cell] if cell else section_keys(paths.params, stage):
@@ -62,12 +64,15 @@ def train_cells(
             params = dataclasses.replace(params, init=None)
         if epochs:
             params = params.with_epochs(epochs)
+        if seeds:
+            params = dataclasses.replace(params, seeds=tuple(range(seeds)))
         shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
         cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for each in cells:
             check_before_launch(each, gpus)
         changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
+        changes += ["--seeds", str(seeds)] if seeds else []
         launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
         return []
     with joined(device.type) as ranks:
@@ -113,6 +118,8 @@ def train_cell(cell: Cell) -> None:
             _announce(cell, job, seed, turn, first=not outcomes)
         if (outcome := run_job(job)) is not None:
             outcomes[seed] = outcome
+    if job is None and ranks.first:
+        print(f"{cell.name}: every seed is trained; its record is {cell.folder.relative_to(cell.paths.root)}/metrics.json", flush=True)
     if job is None or not ranks.first:
         return
     _collect_files(cell, outcomes, finished)
@@ -130,7 +137,7 @@ def train_cell(cell: Cell) -> None:
     for outcome in outcomes.values():
         shutil.rmtree(outcome.state, ignore_errors=True)
     scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
-    print(f"{cell.name}: {scores} on {metrics['val_images']} held-out images of {cell.params.data}", flush=True)
+    print(f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}", flush=True)
 
 
 def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
@@ -245,7 +252,7 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         "seeds": list(by_seed),
         "batch_size": params.batch_size,
         "recipe_hash": params_hash(dataclasses.replace(params, options={}, seeds=(0,))),
-        **{name: first[name] for name in ("num_params", "epochs", "steps", "val_images", "weights_hash")},
+        **{name: first[name] for name in ("num_params", "epochs", "steps", "split", "held_out_images", "weights_hash")},
         "skipped_steps": sum(record["skipped_steps"] for record in records),
         "by_seed": records,
     }

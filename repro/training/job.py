@@ -34,6 +34,7 @@ class Cell:
         ranks: the processes that train together.
         folder: where its results go.
         recipe: describes how it is trained, beside what the paper prescribes; None describes nothing.
+        reported: whether the trained model is evaluated on the reported split; not if the best of several cells is still to be chosen.
     """
 
     stage: str
@@ -45,6 +46,7 @@ class Cell:
     ranks: Ranks = Ranks()
     folder: Path
     recipe: Recipe | None = None
+    reported: bool = True
 
     @property
     def where(self) -> str:
@@ -95,8 +97,8 @@ class Job:
 
     def close(self) -> None:
         """End the loaders' processes."""
-        self.task.train.close()
-        self.task.val.close()
+        for loader in (self.task.train, *self.task.held_out.values()):
+            loader.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,7 @@ def build_job(cell: Cell, seed: int) -> Job:
     if device.type == "cuda" and ranks.world_size > 1:
         device = torch.device("cuda", ranks.local_rank)
     data = open_cell(cell.paths, runtime, params.data)
-    datasets = spec.open_datasets(data, params)
+    datasets = spec.open_datasets(data, params, data.row.held_out if cell.reported else data.row.held_out[:1])
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
     verify_init(cell)
@@ -151,8 +153,9 @@ def build_job(cell: Cell, seed: int) -> Job:
     here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
     order = {"seed": seed, "groups": datasets.groups, "batches_per_epoch": params.steps_per_epoch}
     train = TrainLoader(datasets.train, batch_size=share, **order, **here)
-    val = EvalLoader(datasets.val, batch_size=1 if datasets.alone else micro_batch, **here)
-    parts = {"model": model, "train": train, "val": val, "batch_size": params.batch_size, "device": device, "ranks": ranks}
+    at_once = 1 if datasets.alone else micro_batch
+    held_out = {split: EvalLoader(dataset, batch_size=at_once, **here) for split, dataset in datasets.held_out.items()}
+    parts = {"model": model, "train": train, "held_out": held_out, "batch_size": params.batch_size, "device": device, "ranks": ranks}
     task = spec.build_task(datasets, params, **parts)
     made = {"data": data, "described": described, "load_report": load_report}
     return Job(cell=cell, params=params, task=task, accumulate=share // micro_batch, **made)
@@ -192,7 +195,7 @@ def run_job(job: Job) -> Outcome | None:
         done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
     finally:
         job.close()
-    summary = cell.spec.summarise(task, done.curve[-1])
+    summary = cell.spec.summarise(task, done.scores)
     if (name := "unreadable_images") in summary:  # each rank counts its own
         summary[name] = int(ranks.sum([summary[name]])[0])
     if not ranks.first:
@@ -204,7 +207,8 @@ def run_job(job: Job) -> Outcome | None:
         write_text(result / "load_report.txt", "".join(f"{fate:<22} {key}\n" for key, fate in job.load_report.items()))
     if seed == cell.params.seeds[0]:
         cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
-    metrics = {"seed": seed, **_count_run(done, model, cell.spec), "weights_hash": hash_file(result / "weights.safetensors"), **summary}
+    metrics = {"seed": seed, **_count_run(done, model, task, cell.spec), **summary}
+    metrics["weights_hash"] = hash_file(result / "weights.safetensors")
     return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
 
 
@@ -271,9 +275,10 @@ def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> di
     return found
 
 
-def _count_run(done: Any, model: Any, spec: TaskSpec) -> dict[str, Any]:
-    """The numbers that every training has."""
+def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, Any]:
+    """The numbers that every training has; what its curve says has the name of the curve's split, if another one is reported."""
     last, score = done.curve[-1], next(iter(spec.scores))
+    of_curve = "" if task.curve_split == task.reported_split else f"{task.curve_split}_"
     found = {
         "num_params": sum(p.numel() for p in model.parameters()),
         "epochs": last["epoch"],
@@ -281,11 +286,14 @@ def _count_run(done: Any, model: Any, spec: TaskSpec) -> dict[str, Any]:
         "skipped_steps": done.bad_steps,
         "skip_rate_percent": 100 * done.bad_steps / last["step"],
         "train_loss": last.get("train_loss"),
+        "split": task.reported_split,
     }
+    if of_curve:
+        found |= {f"{of_curve}{name}": last[name] for name in spec.scores}
     if found["train_loss"] is None or not math.isfinite(found["train_loss"]):
         found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
     evaluated = [row[score] for row in done.curve if score in row]
-    name = f"{score.removesuffix('_percent')}_previous_percent"
+    name = f"{of_curve}{score.removesuffix('_percent')}_previous_percent"
     if len(evaluated) > 1:
         return found | {name: evaluated[-2]}
     return found | {name: None, f"{name}_reason": "evaluated once"}

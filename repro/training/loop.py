@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +31,19 @@ class Task(abc.ABC):
 
     Args:
         model: the model, on its device.
-        train, val: the batches of this rank: those of training, and every validation sample once.
+        train: the batches of this rank in training.
+        held_out: split -> the batches of this rank, every sample once. Curves are of the first split, and the last one is reported;
+            where there is only one, it is both.
         batch_size: images per step, over all ranks together.
         device: the device of the model.
         ranks: the processes that train together.
     """
 
-    def __init__(self, model: nn.Module, train: Any, val: Any, *, batch_size: int, device: torch.device, ranks: Ranks = Ranks()):
-        self.model, self.train, self.val = model, train, val
+    def __init__(
+        self, model: nn.Module, train: Any, held_out: Mapping[str, Any], *, batch_size: int, device: torch.device, ranks: Ranks = Ranks()
+    ):
+        self.model, self.train, self.held_out = model, train, held_out
+        self.curve_split, self.reported_split = (tuple(held_out)[place] for place in (0, -1))
         self.device, self.ranks = device, ranks
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
 
@@ -60,8 +65,8 @@ class Task(abc.ABC):
         """Scalars by name, all of which are logged, and `loss` is minimised; `network` is the model or its parallel wrapper."""
 
     @abc.abstractmethod
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Numbers over the validation samples of all ranks, by a model in eval mode."""
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Numbers over the samples of a held-out split, of all ranks, by a model in eval mode."""
 
     @abc.abstractmethod
     def inspect(self, batch: Any) -> dict[str, Any]:
@@ -70,7 +75,7 @@ class Task(abc.ABC):
 
 @dataclasses.dataclass(kw_only=True)
 class RunState:
-    """How far a run is: finished steps, and sums over the running epoch."""
+    """How far a run is: finished steps, sums over the running epoch, and what the last evaluation found."""
 
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -78,6 +83,7 @@ class RunState:
     bad_in_a_row: int = 0
     bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def count(self, numbers: dict[str, float], *, finite: bool) -> None:
         """Count one more step; only the numbers of a finite step go into the sums."""
@@ -113,7 +119,8 @@ def fit(
 
     Returns:
         The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means of the
-        training numbers over the finite steps and all ranks, and, where evaluated, the validation numbers.
+        training numbers over the finite steps and all ranks, and, where evaluated, the numbers on the curve's split. Its scores are
+        those of that model on the reported split, on which no other model is evaluated.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
@@ -155,6 +162,11 @@ def fit(
                 if ranks.first:
                     snapshot(epoch + 1, training.evaluated)
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
+            _stop_if(ranks.any(bool(received))[0], received, run.step)
+        if task.reported_split != task.curve_split:  # a call that is stopped here evaluates the last epoch again when it continues
+            with watch.paused():
+                run.scores = task.evaluate(training.evaluated, task.reported_split)
+            progress.print(f"{task.reported_split}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.scores.items()))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
     return run, training.evaluated
 
@@ -257,9 +269,9 @@ def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: boo
     steps = max(1, run.epoch_steps) * task.ranks.world_size
     means = {f"train_{name}": total / steps for name, total in zip(run.epoch_sums, task.ranks.sum([*run.epoch_sums.values()]))}
     training.evaluated.eval()
-    validation = task.evaluate(training.evaluated) if evaluate else {}
+    run.scores = task.evaluate(training.evaluated, task.curve_split) if evaluate else {}
     rate = training.optimizer.param_groups[0]["lr"]
-    run.curve.append({"epoch": len(run.curve) + 1, "step": run.step, "lr": rate, **means, **validation})
+    run.curve.append({"epoch": len(run.curve) + 1, "step": run.step, "lr": rate, **means, **run.scores})
     run.epoch_sums, run.epoch_steps = {}, 0
 
 

@@ -107,6 +107,15 @@ def test_errors_name_the_key_and_what_is_allowed(load, text, message):
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
+def test_a_mapping_takes_over_another_and_overrides_it(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("first: &first {epochs: 1, name: a}\nsecond: {<<: *first, epochs: 2}\n")
+    assert load_yaml(path)["second"] == {"epochs": 2, "name": "a"}
+    path.write_text("first: &first {epochs: 1}\nsecond: {<<: *first, epochs: 2, epochs: 3}\n")
+    with pytest.raises(UserError, match="key 'epochs' is there twice"):
+        load_yaml(path)
+
+
 def test_sections(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text("stage:\n  second: {epochs: 1}\n  first: {epochs: 2}\nempty:\nscalar: 3\n")

@@ -131,7 +131,7 @@ TREE_FAULTS = {
     # the folder is empty, and classes and images are too few
     "empty class": (lambda r: [f.unlink() for f in (r / "train" / WNIDS[1]).iterdir()], 3, "train/n01443537: holds no image"),
     # val has two classes instead of three and 4 of 6 images, and train has one class more
-    "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "class 'n01484850' is in train but not in val; both splits need"),
+    "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "class 'n01484850' is in train but not in val; every split needs"),
     "count": (lambda r: first(r, "val").unlink(), 1, "val: 5 images, 6 expected; 2 in each class, but n01440764 1;"),
     # one in each split
     "renamed": (lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")], 2, "val/tench: is not a class of imagenet;"),
@@ -217,23 +217,23 @@ def test_the_sample(imagenet):
 
 
 def test_digits(tmp_path):
-    write_digits(tmp_path / "digits", DigitsSettings(image_size=16, val_fraction=0.3))
+    write_digits(tmp_path / "digits", DigitsSettings(image_size=16, tune_fraction=0.3))
     depth = Depth(sample=20)
     lines, errors, warnings = findings(check_digits, tmp_path / "digits", depth)
-    assert (errors, warnings) == (0, 0) and f"ok       {tmp_path / 'digits'}: 1,797 images in train/ and val/ together" in lines
-    next((tmp_path / "digits" / "val" / "digit_3").iterdir()).unlink()
+    assert (errors, warnings) == (0, 0) and f"ok       {tmp_path / 'digits'}: 1,797 images in all splits together" in lines
+    next((tmp_path / "digits" / "tune" / "digit_3").iterdir()).unlink()
     lines, errors, _ = findings(check_digits, tmp_path / "digits", depth)
-    assert errors == 1 and "1,796 images in train/ and val/ together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
+    assert errors == 1 and "1,796 images in all splits together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
 
 
 def test_connect(tmp_path):
     root = tmp_path / "connect"
-    write_connect(root, ConnectSettings(image_size=96, train_pairs=3, val_pairs=2, dashes=(1, 1)))
+    write_connect(root, ConnectSettings(image_size=96, train_pairs=3, tune_pairs=2, test_pairs=2, dashes=(1, 1)))
     lines, errors, warnings = findings(check_connect, root, Depth(full=True))
     assert (errors, warnings) == (0, 0) and "ok       train: 3 pairs" in lines
-    (root / "val/joined/pair_00001.png").unlink()
+    (root / "tune/joined/pair_00001.png").unlink()
     lines, errors, _ = findings(check_connect, root, Depth(full=True))
-    assert errors == 1 and "val: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
+    assert errors == 1 and "tune: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
 
 
 def test_a_folder_of_ones_own(imagenet):
@@ -542,11 +542,11 @@ def test_exit_codes(tmp_path):
     write_digits(root, DigitsSettings(image_size=16))
     code, out, err = command("digits", root, "--full", "--workers", 2)
     assert code == 0 and "repro:" not in err and out.endswith(f"digits at {root}: no errors, 0 warnings\n")
-    victim = sorted((root / "val" / "digit_7").iterdir())[0]
+    victim = sorted((root / "test" / "digit_7").iterdir())[0]
     cut(victim)
     code, out, err = command("digits", root, "--full")
     # a slow machine also prints progress there
     assert code == 1 and err.splitlines()[-1] == f"repro: data check digits: 1 error, 0 warnings in {root}; the lines above say what to do"
-    assert f"error    val/digit_7/{victim.name}: unreadable image (" in out
+    assert f"error    test/digit_7/{victim.name}: unreadable image (" in out
     code, out, err = command("ade20", root)
     assert (code, out) == (2, "") and err == "repro: kind 'ade20': unknown; did you mean 'ade20k'?\n"

@@ -27,19 +27,19 @@ from repro.data.settings import ConnectSettings, TransformSettings
 ROOT = Path(__file__).parents[2]
 KEPT = load_section(PrepareData, ROOT / "params.yaml", "prepare_data", "connect").curves
 HARD = load_section(PrepareData, ROOT / "profiles/paper.yaml", "prepare_data", "connect_hard").curves
-SMALL = {"image_size": 96, "train_pairs": 6, "val_pairs": 4, "dashes": (1, 2)}
+SMALL = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": (1, 2)}
 PLAIN = TransformSettings(image_size=96, crop_pct=1.0)
 
 
 def pairs(settings: ConnectSettings, split: str, number: int) -> np.ndarray:
     """(number, 2, S, S): the first pairs of a split; images of `apart` first."""
-    rngs = (np.random.Generator(np.random.PCG64((settings.seed, split == "val", i))) for i in range(number))
+    rngs = (np.random.Generator(np.random.PCG64((settings.seed, ("train", "tune", "test").index(split), i))) for i in range(number))
     return np.stack([draw_pair(rng, settings) for rng in rngs])
 
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, np.ndarray]:
-    return {"train": pairs(KEPT, "train", 1000), "val": pairs(KEPT, "val", 2000)}
+    return {"train": pairs(KEPT, "train", 1000), "tune": pairs(KEPT, "tune", 500), "test": pairs(KEPT, "test", 1500)}
 
 
 def content(root: Path) -> dict[str, str]:
@@ -75,10 +75,10 @@ def test_files_depend_on_the_settings_alone(tmp_path):
     write_connect(tmp_path / "other", ConnectSettings(**SMALL, seed=1))
     first, more, other = (content(tmp_path / name) for name in ("connect", "more", "other"))
     images = {name for name in first if name.endswith(".png")}
-    assert len(images) == 2 * (6 + 4) and sorted(os.listdir(tmp_path)) == ["connect", "more", "other"]
+    assert len(images) == 2 * (6 + 2 + 4) and sorted(os.listdir(tmp_path)) == ["connect", "more", "other"]
     assert {name: more[name] for name in images} == {name: first[name] for name in images}
     assert not {first[name] for name in images} & set(other.values())
-    assert len({first[name] for name in images}) == len(images), "train and val have no image in common"
+    assert len({first[name] for name in images}) == len(images), "no two splits have an image in common"
 
 
 @pytest.mark.parametrize(("settings", "number"), [(KEPT, 150), (HARD, 20), (ConnectSettings(**SMALL), 100)], ids=["kept", "hard", "small"])
@@ -98,21 +98,21 @@ def test_both_classes_have_the_same_of_everything_but_the_connection(settings, n
 
 
 def test_images_differ_and_nothing_is_cut_off(kept):
-    images = np.concatenate([kept["train"], kept["val"]]).reshape(6000, -1)
-    assert len({image.tobytes() for image in images}) == 6000, "train and val are disjoint"
+    images = np.concatenate(list(kept.values())).reshape(6000, -1)
+    assert len({image.tobytes() for image in images}) == 6000, "the splits are disjoint"
     framed = images.reshape(6000, KEPT.image_size, -1)
     assert framed[:, [0, -1]].max() == framed[:, :, [0, -1]].max() == 0
 
 
-def linear_percent(train: np.ndarray, val: np.ndarray) -> float:
-    """Validation accuracy of a linear model on pixels."""
-    inputs = [split.reshape(2 * len(split), -1) / np.float32(255) for split in (train, val)]
+def linear_percent(train: np.ndarray, held_out: np.ndarray) -> float:
+    """Held-out accuracy of a linear model on pixels."""
+    inputs = [split.reshape(2 * len(split), -1) / np.float32(255) for split in (train, held_out)]
     model = RidgeClassifier(alpha=10).fit(inputs[0], np.arange(len(inputs[0])) % 2)
     return 100 * model.score(inputs[1], np.arange(len(inputs[1])) % 2)
 
 
-def local_percent(train: np.ndarray, val: np.ndarray) -> float:
-    """Validation accuracy of a convolutional net that sees windows of 17 pixels, wherever they lie."""
+def local_percent(train: np.ndarray, held_out: np.ndarray) -> float:
+    """Held-out accuracy of a convolutional net that sees windows of 17 pixels, wherever they lie."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 5, 2),
@@ -125,7 +125,7 @@ def local_percent(train: np.ndarray, val: np.ndarray) -> float:
         nn.Flatten(),
         nn.Linear(32, 2),
     )
-    images, unseen = (torch.from_numpy(split).flatten(0, 1)[:, None].float() / 255 for split in (train, val))
+    images, unseen = (torch.from_numpy(split).flatten(0, 1)[:, None].float() / 255 for split in (train, held_out))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for batch in torch.cat([torch.randperm(len(images)) for _ in range(6)]).split(50):
         loss = nn.functional.cross_entropy(model(images[batch]), batch % 2)
@@ -139,11 +139,11 @@ def local_percent(train: np.ndarray, val: np.ndarray) -> float:
 
 @pytest.mark.parametrize("percent", [linear_percent, local_percent])
 def test_no_shortcut(kept, percent):
-    """4,000 validation images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""
-    train, val = kept["train"], kept["val"]
-    assert abs(percent(train, val) - 50) < 3
+    """4,000 held-out images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""
+    train, held_out = kept["train"], np.concatenate([kept["tune"], kept["test"]])
+    assert abs(percent(train, held_out) - 50) < 3
     dim = np.array([1, 0.85])[:, None, None]  # a planted shortcut, which must be found
-    assert percent((train * dim).astype(np.uint8), (val * dim).astype(np.uint8)) > 90
+    assert percent((train * dim).astype(np.uint8), (held_out * dim).astype(np.uint8)) > 90
 
 
 def test_curves_are_longer_than_the_window_of_the_local_model():
@@ -152,11 +152,11 @@ def test_curves_are_longer_than_the_window_of_the_local_model():
         assert dashes * (settings.dash_px + settings.gap_px) - settings.gap_px > 2 * 17
 
 
-CELL = {"kind": "connect", "expected": {"classes": 2, "train": 12, "val": 8}, "curves": SMALL | {"dashes": [1, 2]}}
+CELL = {"kind": "connect", "expected": {"classes": 2, "train": 12, "tune": 4, "test": 8}, "curves": SMALL | {"dashes": [1, 2]}}
 
 
 def prepare_small(folder: Path):
-    """A prepared cell of 6 + 4 pairs."""
+    """A prepared cell of 6 + 2 + 4 pairs."""
     paths, runtime = Paths(folder), Runtime(data_roots={"connect": "data/connect"})
     prepare(build(PrepareData, CELL, "x"), paths, runtime, "small")
     return open_cell(paths, runtime, "small")
@@ -169,8 +169,8 @@ def test_stage_writes_it_and_training_writes_it_again(tmp_path):
     shutil.rmtree(tmp_path / "data/connect")
     tree = cell.open_tree()
     assert content(tmp_path / "data/connect") == written
-    images, targets = next(iter(EvalLoader(ImageFolder(tree, "val", eval_transform(PLAIN)), batch_size=8)))
-    drawn = pairs(ConnectSettings(**SMALL), "val", 4)
+    images, targets = next(iter(EvalLoader(ImageFolder(tree, "test", eval_transform(PLAIN)), batch_size=8)))
+    drawn = pairs(ConnectSettings(**SMALL), "test", 4)
     assert targets.tolist() == [0] * 4 + [1] * 4
     assert np.array_equal(images.numpy(), np.broadcast_to(drawn.swapaxes(0, 1).reshape(8, 1, 96, 96), (8, 3, 96, 96)))
 

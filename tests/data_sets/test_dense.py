@@ -23,8 +23,8 @@ from repro.data.manifest import Manifest, read_manifest
 from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import ExpectedCounts, ScenesSettings
 
-SMALL = ScenesSettings(train=6, val=3)
-CELL = {"kind": "scenes", "expected": {"classes": 13, "train": 6, "val": 3}, "draw": {"train": 6, "val": 3}}
+SMALL = ScenesSettings(train=6, tune=2, test=3)
+CELL = {"kind": "scenes", "expected": {"classes": 13, "train": 6, "tune": 2, "test": 3}, "draw": {"train": 6, "tune": 2, "test": 3}}
 
 
 def cell(root, manifest: Manifest) -> DataCell:
@@ -37,6 +37,19 @@ def scenes(tmp_path):
     return tmp_path / "scenes"
 
 
+@pytest.fixture
+def published(scenes):
+    """The parts of scenes as a COCO and an ADE20K have them, with a val in place of test; tune is left over, and nothing reads it."""
+    for test, val in (
+        ("coco/test2017", "coco/val2017"),
+        ("coco/annotations/instances_test2017.json", "coco/annotations/instances_val2017.json"),
+        ("ade20k/images/testing", "ade20k/images/validation"),
+        ("ade20k/annotations/testing", "ade20k/annotations/validation"),
+    ):
+        (scenes / test).rename(scenes / val)
+    return scenes
+
+
 def test_scenes_end_to_end_and_again(tmp_path):
     paths, runtime = Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"})
     folder, contents = paths.cell("prepare_data", "scenes"), []
@@ -45,7 +58,8 @@ def test_scenes_end_to_end_and_again(tmp_path):
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
     assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
     metrics = read_json(folder / "metrics.json")["metrics"]
-    assert (metrics["classes"], metrics["train_images"], metrics["val_images"], metrics["departures"]) == (13, 6, 3, 0)
+    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (13, 6, 2, 3)
+    assert metrics["departures"] == 0
     manifest = read_manifest(folder / "manifest.json")
     assert manifest.generated == SMALL and list(manifest.splits["train"].folders) == [
         "ade20k/annotations/training",
@@ -57,23 +71,23 @@ def test_scenes_end_to_end_and_again(tmp_path):
     shutil.rmtree(root)
     prepared = open_cell(paths, runtime, "scenes")
     assert len(prepared.open_instances("train").names) == 6 and prepared.open_instances("train").folder == root / "coco/train2017"
-    assert len(prepared.open_pairs("val")) == 3
+    assert len(prepared.open_pairs("test")) == 3
 
 
 def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
-    wrong = build(PrepareData, {**CELL, "expected": {"classes": 13, "train": 5, "val": 3}}, "x")
+    wrong = build(PrepareData, {**CELL, "expected": {"classes": 13, "train": 5, "tune": 2, "test": 3}}, "x")
     with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 5 expected, .* holds 6"):
         prepare(wrong, Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"}), "mine")
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("kind", ["coco", "ade20k"])
-def test_others_are_prepared_where_they_lie(scenes, tmp_path, kind):
+def test_others_are_prepared_where_they_lie(published, tmp_path, kind):
     """A part of scenes is a COCO, or an ADE20K, most of which is missing."""
-    before = sorted(scenes.rglob("*"))
+    before = sorted(published.rglob("*"))
     classes = {"coco": 10, "ade20k": 13}[kind]
     params = build(PrepareData, {"kind": kind, "expected": {"classes": classes, "train": 6, "val": 3}}, "x")
-    prepare(params, Paths(tmp_path), Runtime(data_roots={kind: str(scenes / kind)}), "subset")
+    prepare(params, Paths(tmp_path), Runtime(data_roots={kind: str(published / kind)}), "subset")
     manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
     official = {"coco": ("COCO 2017", "80", "118,287", "5,000"), "ade20k": ("ADE20K", "150", "20,210", "2,000")}[kind]
     assert manifest.departures == tuple(
@@ -81,9 +95,23 @@ def test_others_are_prepared_where_they_lie(scenes, tmp_path, kind):
         for what, found, wanted in zip(("classes", "train", "val"), (classes, 6, 3), official[1:])
     )
     assert manifest.generated is None and len(manifest.classes) == classes
-    assert sorted(scenes.rglob("*")) == before
-    prepared = cell(scenes / kind, manifest)
+    assert sorted(published.rglob("*")) == before
+    prepared = cell(published / kind, manifest)
     assert len(prepared.open_instances("train").names if kind == "coco" else prepared.open_pairs("train")) == 6
+
+
+def change_image(root):
+    file = root / "coco/tune2017/000000000008.png"
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+
+
+def change_label(root):
+    file = root / "ade20k/annotations/testing/ADE_test_00000002.png"
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
 
 
 def remove_image(root):
@@ -95,16 +123,16 @@ def cut_image(root):
 
 
 def cut_label(root):
-    os.truncate(root / "ade20k/annotations/validation/ADE_val_00000002.png", 100)
+    os.truncate(root / "ade20k/annotations/testing/ADE_test_00000002.png", 100)
 
 
 def edit_annotations(root):
-    file = root / "coco/annotations/instances_val2017.json"
+    file = root / "coco/annotations/instances_test2017.json"
     file.write_text(file.read_text().replace("0", "1", 1))
 
 
 def remove_annotations(root):
-    (root / "coco/annotations/instances_val2017.json").unlink()
+    (root / "coco/annotations/instances_test2017.json").unlink()
 
 
 def remove_pair(root):
@@ -115,11 +143,13 @@ def remove_pair(root):
 @pytest.mark.parametrize(
     ("spoil", "part", "message"),
     [
+        (change_image, "coco", r"coco/tune2017: a file was changed or renamed \(1 such difference\); remove .*scenes and"),
+        (change_label, "ade20k", r"annotations/testing: a file was changed or renamed \(1 such difference\)"),
         (remove_image, "coco", r"coco/train2017: 5 images, the manifest has 6 \(1 such difference\); remove .*scenes and"),
         (cut_image, "coco", r"coco/train2017: \d+ bytes in 6 images, the manifest has \d+: a file was changed or cut"),
-        (cut_label, "ade20k", r"annotations/validation: \d+ bytes in 3 images, .* cut short \(1 such difference\)"),
-        (edit_annotations, "coco", r"instances_val2017\.json: this annotation file differs from the one in the manifest"),
-        (remove_annotations, "coco", r"instances_val2017\.json: No such file"),
+        (cut_label, "ade20k", r"annotations/testing: \d+ bytes in 3 images, .* cut short \(1 such difference\)"),
+        (edit_annotations, "coco", r"instances_test2017\.json: this annotation file differs from the one in the manifest"),
+        (remove_annotations, "coco", r"instances_test2017\.json: No such file"),
         (remove_pair, "ade20k", r"images/training: 5 images, the manifest has 6 \(2 such differences\)"),
     ],
 )
@@ -127,25 +157,25 @@ def test_what_differs_from_the_manifest_is_one_line(scenes, spoil, part, message
     manifest = scan_manifest(scenes, "scenes", SMALL)
     spoil(scenes)
     with pytest.raises(UserError, match=message) as caught:
-        for split in ("train", "val"):
+        for split in ("train", "tune", "test"):
             prepared = cell(scenes, manifest)
             prepared.open_instances(split) if part == "coco" else prepared.open_pairs(split)
     assert "\n" not in str(caught.value)
 
 
-def test_pairs_are_judged_in_both_splits(scenes):
+def test_pairs_are_judged_in_every_split(scenes):
     (scenes / "ade20k/images/training/ADE_train_00000001.png").unlink()
     with pytest.raises(UserError, match=r"ADE_train_00000001\.png: has no image"):
         scan_manifest(scenes, "scenes", SMALL)
 
 
-def test_categories_of_train_and_val_must_be_the_same(scenes):
-    file = scenes / "coco/annotations/instances_val2017.json"
+def test_categories_must_be_the_same_in_every_split(scenes):
+    file = scenes / "coco/annotations/instances_test2017.json"
     content = json.loads(file.read_text())
     content["categories"][0]["name"] = "zero"
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"instances_val2017\.json: has other categories than instances_train2017\.json"):
-        scan_manifest(scenes / "coco", "coco")
+    with pytest.raises(UserError, match=r"instances_test2017\.json: has other categories than instances_train2017\.json"):
+        scan_manifest(scenes, "scenes", SMALL)
 
 
 def test_kinds_are_not_taken_for_one_another(scenes, root):
@@ -173,10 +203,10 @@ def test_bad_params(changes, message):
         build(PrepareData, {**CELL, **changes}, "prepare_data.scenes")
 
 
-def test_the_check_of_the_originals_accepts_the_formats(scenes):
+def test_the_check_of_the_originals_accepts_the_formats(published):
     """With the counts of scenes in place of the originals', the checks have nothing to object to."""
     lines = []
-    report = PrintAll(scenes, lines.append)
+    scenes, report = published, PrintAll(published, lines.append)
     counts = CocoCounts(
         images={"train": 6, "val": 3},
         instances={split: len(read_instances(scenes / "coco", split).labels) for split in ("train", "val")},
@@ -185,12 +215,18 @@ def test_the_check_of_the_originals_accepts_the_formats(scenes):
     )
     check_coco(scenes / "coco", report, Depth(full=True), expected=counts)
     check_ade20k(scenes / "ade20k", report, Depth(full=True), expected=ExpectedCounts(classes=13, train=6, val=3))
-    check_scenes(scenes, report, Depth(full=True))
     assert lines and all(line.startswith("ok ") for line in lines), lines
 
 
-def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(scenes):
+def test_the_check_of_scenes_has_nothing_to_object_to(scenes):
     lines = []
+    check_scenes(scenes, PrintAll(scenes, lines.append), Depth(full=True))
+    assert lines and all(line.startswith("ok ") for line in lines), lines
+    assert sum("2017.json: 10 categories" in line for line in lines) == 3
+
+
+def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(published):
+    scenes, lines = published, []
     report = PrintAll(scenes, lines.append)
     check_coco(scenes / "coco", report, Depth(full=True))
     check_ade20k(scenes / "ade20k", report, Depth(full=True))

@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
@@ -31,9 +32,25 @@ def test_every_scan_once_with_its_label_and_stratified(tmp_path):
     assert sorted(seen) == list(range(1797))
     for number, path in seen.items():
         assert path.parent.name == f"digit_{truth.target[number]}"
+    for split, digit in itertools.product(("tune", "test"), range(10)):
+        members = sum(path.parts[-3] == split for path in seen.values() if path.parent.name == f"digit_{digit}")
+        assert abs(members - 0.2 * (truth.target == digit).sum()) <= 0.5
+
+
+@pytest.mark.parametrize(("test_fraction", "sizes"), [(0.2, (1079, 359, 359)), (0.1, (1259, 359, 179))])
+def test_tune_is_the_split_on_which_the_recipe_was_chosen(tmp_path, test_fraction, sizes):
+    """That was once called val: the first fifth of a permutation of each class, drawn with seed 0, digit by digit."""
+    write_digits(tmp_path / "digits", DigitsSettings(image_size=16, test_fraction=test_fraction))
+    scans = {
+        split: {int(path.stem.removeprefix("scan_")) for path in (tmp_path / "digits" / split).rglob("*.png")}
+        for split in ("train", "tune", "test")
+    }
+    truth, rng, first_fifth = load_digits().target, np.random.Generator(np.random.PCG64(0)), set()
     for digit in range(10):
-        in_val = sum(path.parts[-3] == "val" for path in seen.values() if path.parent.name == f"digit_{digit}")
-        assert abs(in_val - 0.2 * (truth.target == digit).sum()) <= 0.5
+        members = rng.permutation(np.flatnonzero(truth == digit))
+        first_fifth |= set(members[: round(0.2 * len(members))].tolist())
+    assert scans["tune"] == first_fifth
+    assert tuple(map(len, scans.values())) == sizes and len(set.union(*scans.values())) == 1797, "no scan is in two splits"
 
 
 def test_images_show_the_scans(tmp_path):

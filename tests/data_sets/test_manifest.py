@@ -141,7 +141,7 @@ def dangling_link(root):
         (no_images_at_all, r"train: holds no class folders; lay the data out as"),
         (flat_val, r"val: holds 20 images outside of class folders; sort them into one folder per class"),
         (empty_class, r"train/bee: holds no image .*; fill this class folder, or remove it"),
-        (class_in_train_only, r"train/cat: class 'cat' is in train but not in val; both splits need the same classes"),
+        (class_in_train_only, r"train/cat: class 'cat' is in train but not in val; every split needs the same classes"),
         (class_in_val_only, r"val/cat: class 'cat' is in val but not in train"),
         (dangling_link, r"train/ant/link.png: this link is broken"),
     ],
@@ -187,10 +187,26 @@ def test_a_missing_embedded_set_is_written_and_an_old_one_is_compared(tmp_path):
     manifest = scan_manifest(root, "digits", SMALL)
     shutil.rmtree(root)
     tree = cell(root, manifest).open_tree()
-    assert len(tree.splits["train"].names) + len(tree.splits["val"].names) == 1797
+    assert sum(len(files.names) for files in tree.splits.values()) == 1797
     os.truncate(next((root / "train").rglob("*.png")), 40)
     with pytest.raises(UserError, match=r"cut short .*; remove .*digits and run the same command again"):
         cell(root, manifest).open_tree()
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_changed_byte_is_noticed_where_the_project_wrote_the_data(root, tmp_path):
+    write_digits(tmp_path / "digits", SMALL)
+    written, own = scan_manifest(tmp_path / "digits", "digits", SMALL), scan_manifest(root, "folder")
+    change_a_byte(next((tmp_path / "digits/tune/digit_3").iterdir()))
+    change_a_byte(next((root / "val/bee").iterdir()))
+    with pytest.raises(UserError, match=r"tune/digit_3: a file was changed or renamed \(1 such difference\); remove .*digits and run"):
+        cell(tmp_path / "digits", written).open_tree()
+    cell(root, own).open_tree()  # of others' data, names and sizes are compared
 
 
 def test_a_data_set_of_the_user_is_not_invented(root, tmp_path):

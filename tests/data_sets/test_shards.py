@@ -75,7 +75,7 @@ def test_archives_equal_the_folders(folders, tmp_path, layout):
         assert packed.source("train", index).read() == plain.path("train", index).read_bytes()
         assert packed.path("train", index).name == plain.path("train", index).name
     chosen = np.array([3, 7, 14])
-    part = Tree(packed.root, packed.classes, {"train": packed.splits["train"].take(chosen)})
+    part = Tree(packed.root, packed.classes, {"train": packed.splits["train"].take(chosen)}, packed.kind)
     assert [part.source("train", i).read() for i in range(3)] == [plain.path("train", i).read_bytes() for i in chosen]
 
 

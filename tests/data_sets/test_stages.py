@@ -16,7 +16,7 @@ from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
 from stages import environment
 
-DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1438, "val": 359}, "generate": {"image_size": 16}}
+DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}, "generate": {"image_size": 16}}
 
 
 def params(**changes):
@@ -32,15 +32,16 @@ def test_digits_end_to_end_and_again(tmp_path):
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
     assert contents[0] == contents[1]
     metrics = read_json(folder / "metrics.json")["metrics"]
-    assert (metrics["classes"], metrics["train_images"], metrics["val_images"], metrics["departures"]) == (10, 1438, 359, 0)
+    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (10, 1079, 359, 359)
+    assert metrics["departures"] == 0
     manifest = read_manifest(folder / "manifest.json")
     assert manifest.classes == {f"digit_{i}": i for i in range(10)}
     assert open_cell(paths, runtime, "digits").open_tree().classes == tuple(manifest.classes)
 
 
 def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
-    wrong = params(expected={"classes": 10, "train": 1437, "val": 360})
-    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 1,437 expected, .* holds 1,438"):
+    wrong = params(expected={"classes": 10, "train": 1078, "tune": 360, "test": 359})
+    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 1,078 expected, .* holds 1,079"):
         prepare(wrong, Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"}), "mine")
     assert not (tmp_path / "results").exists()
 
@@ -63,8 +64,12 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
         ({"generate": None}, "generate: needed for kind digits"),
         ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
         ({"kind": "imagnet"}, "is not one of digits, imagenet, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'"),
+        ({"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing; digits has train, tune, test"),
+        ({"expected": {"classes": 10, "train": 1079, "val": 359}}, r"expected\.test: missing; digits has train, tune, test"),
+        ({"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split; digits has train, tune, test"),
+        ({"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}}, r"generate: test_fraction: 0\.45 and tune_fraction 0\.5 leave less"),
         ({"expected": None}, "expected: missing; say how many classes and images digits must have"),
-        ({"expected": {"classes": 10, "train": 0, "val": 1}}, r"expected\.train: 0 is out of range"),
+        ({"expected": {"classes": 10, "train": 0, "tune": 1, "test": 1}}, r"expected\.train: 0 is out of range"),
     ],
 )
 def test_bad_params(changes, message):

@@ -37,8 +37,8 @@ PARAMS: dict[str, Any] = {
     "prepare_data": {
         "digits": {
             "kind": "digits",
-            "expected": {"classes": 10, "train": 1438, "val": 359},
-            "generate": {"image_size": 32, "val_fraction": 0.2, "seed": 0},
+            "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
+            "generate": {"image_size": 32, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0},
         }
     },
     "pretrain": {

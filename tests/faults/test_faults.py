@@ -168,7 +168,7 @@ def test_a_changed_number_of_processes_is_refused(lab):
 
 @pytest.mark.parametrize(
     ("size", "processes", "part"),
-    [(128, 3, "is not divisible by 3 processes"), (4096, 1, "only 1438 training images"), (4096, 2, "only 1438 training images")],
+    [(128, 3, "is not divisible by 3 processes"), (4096, 1, "only 1079 training images"), (4096, 2, "only 1079 training images")],
 )
 def test_a_batch_that_the_processes_or_the_data_do_not_allow_is_refused(lab, size, processes, part):
     (checkout := lab.make_checkout()).edit(batch_size=size)

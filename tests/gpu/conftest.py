@@ -68,10 +68,10 @@ def prepared(tmp_path_factory) -> Path:
             "transform": {"image_size": SIDE, "hflip": 0.0, "crop_pct": 1.0},
         }
 
-    data = {"kind": "digits", "expected": {"classes": 10, "train": 1438, "val": 359}}
+    data = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}}
     params = {
         "runtime": {"device": DEVICE, "data_roots": {"digits": "data/digits"}, "log_every_steps": 1},
-        "prepare_data": {"digits": data | {"generate": {"image_size": SIDE, "val_fraction": 0.2, "seed": 0}}},
+        "prepare_data": {"digits": data | {"generate": {"image_size": SIDE, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0}}},
         "pretrain": {f"{model}_{precision}": cell(model, precision) for model in nano_models() for precision in PRECISIONS},
     }
     root = tmp_path_factory.mktemp("prepared")

@@ -90,7 +90,7 @@ class Checkout:
         }
         self.record("complexity", {"rows": written, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
 
-    def train(self, path: str, model: str, kind: str, *, val_images: int, top1: float | tuple[float, ...] = (), **more: Any) -> None:
+    def train(self, path: str, model: str, kind: str, *, held_out_images: int, top1: float | tuple[float, ...] = (), **more: Any) -> None:
         """The record of a training cell, with one seed for each of `top1`; `more` overrides and adds."""
         values = top1 if isinstance(top1, tuple) else (top1,)
         runs = [{"seed": seed, "top1_percent": value, "top1_previous_percent": value - 0.1} for seed, value in enumerate(values)]
@@ -108,7 +108,7 @@ class Checkout:
             "image_size": 224,
             "classes": 10,
             "num_params": 7,
-            "val_images": val_images,
+            "held_out_images": held_out_images,
             "recipe_hash": "r",
             **scores,
         }

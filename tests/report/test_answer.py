@@ -115,12 +115,12 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
 
 def test_runs_on_embedded_data_name_seeds_intervals_and_what_needs_no_learning(checkout):
     checkout.train(
-        "pretrain/v", "vittt_nano_patch16_144", "digits", top1=(96.0, 98.0), val_images=359, top1_ci95_percent=[84.3, 109.7], epochs=7
+        "pretrain/v", "vittt_nano_patch16_144", "digits", top1=(96.0, 98.0), held_out_images=359, top1_ci95_percent=[84.3, 109.7], epochs=7
     )
-    checkout.train("baselines/d", "deit_nano_patch16_144", "digits", top1=15.0, val_images=359, epochs=7)
+    checkout.train("baselines/d", "deit_nano_patch16_144", "digits", top1=15.0, held_out_images=359, epochs=7)
     scores = {"ap_box_percent": 23.5, "ap50_box_percent": 40.9}
     reference = {"ap_box_percent": 24.3, "ap50_box_percent": 29.6}
-    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", val_images=100, epochs=7, without_learning=reference, **scores)
+    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=100, epochs=7, without_learning=reference, **scores)
     found = facts(checkout)
     ours, scope = found["top1 on embedded digits"]
     assert ours == "vittt_nano 97.0 % [84.3, 109.7], deit_nano 15.0 %"
@@ -146,7 +146,7 @@ def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
 
 def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(checkout):
     speeds(checkout)
-    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, val_images=359)
+    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359)
     checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
     checkout.write("README.md", "<!-- results -->\n<!-- /results -->\n")
     files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)

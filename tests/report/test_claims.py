@@ -172,8 +172,8 @@ TOP1 = "table1.vittt_t.top1_percent"
 
 
 def test_a_mini_run_is_never_compared(checkout):
-    checkout.train("pretrain/vittt_tiny_digits", VITTT, "digits", top1=77.7, val_images=360)
-    checkout.train("pretrain/subset", VITTT, "imagenet", top1=77.7, val_images=500)
+    checkout.train("pretrain/vittt_tiny_digits", VITTT, "digits", top1=77.7, held_out_images=360)
+    checkout.train("pretrain/subset", VITTT, "imagenet", top1=77.7, held_out_images=500)
     verdicts = checkout.judge()
     assert {v.status for v in verdicts.values() if v.entry.kind == "accuracy"} == {"not measured", "paper inconsistent"}
     assert all(v.ours is None for v in verdicts.values() if v.entry.kind == "accuracy")
@@ -185,22 +185,22 @@ def test_a_mini_run_is_never_compared(checkout):
 
 
 def test_a_run_on_the_whole_data_set_is_compared(checkout):
-    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.74, val_images=50_000)
-    checkout.train("pretrain/dual", VITTT, "imagenet", top1=77.0, val_images=50_000, options={"design": "dual"})
+    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.74, held_out_images=50_000)
+    checkout.train("pretrain/dual", VITTT, "imagenet", top1=77.0, held_out_images=50_000, options={"design": "dual"})
     verdicts = checkout.judge()
     assert (verdicts[TOP1].status, verdicts[TOP1].ours) == ("matched", 77.74)
     assert verdicts["table4.mean.top1_percent"].status == "matched"
     assert verdicts["table3.dual.top1_percent"].delta == pytest.approx(-0.5)
     assert verdicts["text.abstract.top1_t"].status == "matched"
     assert verdicts["text.5_1.gain_over_vim_t"].status == "not measured"  # Vim is missing
-    checkout.train("pretrain/vim", "vim_tiny_patch16_224", "imagenet", top1=76.14, val_images=50_000)
+    checkout.train("pretrain/vim", "vim_tiny_patch16_224", "imagenet", top1=76.14, held_out_images=50_000)
     gain = checkout.judge()["text.5_1.gain_over_vim_t"]
     assert (gain.status, gain.ours) == ("matched", pytest.approx(1.6))
 
 
 def test_the_longest_training_counts_not_the_best_score(checkout):
-    checkout.train("pretrain/a_short", VITTT, "imagenet", top1=77.7, val_images=50_000, epochs=100)
-    checkout.train("pretrain/b_long", VITTT, "imagenet", top1=76.0, val_images=50_000, epochs=300)
+    checkout.train("pretrain/a_short", VITTT, "imagenet", top1=77.7, held_out_images=50_000, epochs=100)
+    checkout.train("pretrain/b_long", VITTT, "imagenet", top1=76.0, held_out_images=50_000, epochs=300)
     assert checkout.judge()[TOP1].ours == 76.0
 
 
@@ -210,7 +210,7 @@ def test_an_evaluation_counts_only_at_the_rows_size_and_with_known_options(check
         "kind": "imagenet",
         "data": "imagenet",
         "top1_percent": 77.7,
-        "val_images": 50_000,
+        "held_out_images": 50_000,
         "image_size": 384,
         "options": {},
     }
@@ -233,7 +233,7 @@ def test_published_weights_of_a_baseline_count(checkout):
         "data": "imagenet",
         "kind": "imagenet",
         "top1_percent": 81.18,
-        "val_images": 50_000,
+        "held_out_images": 50_000,
         "image_size": 224,
     }
     checkout.record("measured/gpu/evaluate/swin", metrics)
@@ -244,9 +244,9 @@ PRETRAINED = {"init": {"weights": "results/pretrain/t/weights.safetensors", "sha
 
 
 def test_detection_and_segmentation_scores(checkout):
-    checkout.train("detect/t", VITTT, "coco", val_images=5000, ap_box_percent=42.9, ap_mask_percent=38.0, **PRETRAINED)
-    checkout.train("segment/t", VITTT, "ade20k", val_images=2000, miou_percent=44.3, **PRETRAINED)
-    checkout.train("segment/scenes", "vim_tiny_patch16_224", "scenes", val_images=2000, miou_percent=43.4, **PRETRAINED)
+    checkout.train("detect/t", VITTT, "coco", held_out_images=5000, ap_box_percent=42.9, ap_mask_percent=38.0, **PRETRAINED)
+    checkout.train("segment/t", VITTT, "ade20k", held_out_images=2000, miou_percent=44.3, **PRETRAINED)
+    checkout.train("segment/scenes", "vim_tiny_patch16_224", "scenes", held_out_images=2000, miou_percent=43.4, **PRETRAINED)
     verdicts = checkout.judge()
     assert verdicts["table2_coco.vittt_t.ap_box_percent"].status == "matched"
     assert verdicts["table2_coco.vittt_t.ap_mask_percent"].status == "differs"
@@ -263,17 +263,17 @@ def test_detection_and_segmentation_scores(checkout):
     ],
 )
 def test_variations_of_a_dense_cell_are_not_the_papers(checkout, path, init, status):
-    checkout.train(path, VITTT, "ade20k", val_images=2000, miou_percent=44.3, init=init)
+    checkout.train(path, VITTT, "ade20k", held_out_images=2000, miou_percent=44.3, init=init)
     assert checkout.judge()["table2_ade20k.vittt_t.miou_percent"].status == status
 
 
 def test_a_classifier_that_began_from_a_file_is_not_the_papers(checkout):
-    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.7, val_images=50_000, **PRETRAINED)
+    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.7, held_out_images=50_000, **PRETRAINED)
     assert checkout.judge()[TOP1].status == "not measured"
 
 
 def test_the_mean_over_seeds_is_what_counts(checkout):
-    checkout.train("pretrain/t", VITTT, "imagenet", top1=(77.0, 78.4), val_images=50_000)
+    checkout.train("pretrain/t", VITTT, "imagenet", top1=(77.0, 78.4), held_out_images=50_000)
     assert (checkout.judge()[TOP1].status, checkout.judge()[TOP1].ours) == ("matched", pytest.approx(77.7))
 
 

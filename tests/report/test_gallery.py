@@ -34,7 +34,7 @@ def test_every_figure_of_the_paper_stands_in_its_order(checkout):
 
 
 def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(checkout):
-    checkout.record("visualize", {"val_images": 8}, device=checkout.CPU)
+    checkout.record("visualize", {"held_out_images": 8}, device=checkout.CPU)
     checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
     drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png"}
     for name in drawn.values():

@@ -101,7 +101,7 @@ def test_what_explains_a_status_stands_in_its_row(checkout):
 def test_records_cannot_write_markup(checkout):
     attack = '"><script>alert(1)</script><img src=x onerror=alert(1)>[link](javascript:alert(1))'
     checkout.record("complexity", {"rows": {}, "saved_at_1280_percent": {"T": 78.68}, "dwconv_params_m": {}}, device=attack)
-    checkout.train(f"pretrain/cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", top1=98.0, val_images=360)
+    checkout.train(f"pretrain/cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", top1=98.0, held_out_images=360)
     checkout.speed({"model": f"vittt{attack}", "status": attack, "reason": attack, "throughput_img_per_s": None}, device=attack)
     elements = Elements(page(checkout))
     assert len(elements.all("script")) == 1

@@ -13,8 +13,11 @@ ORDERS = list(combinations(NAMES, 2))  # the paper has a above b above c above d
 
 
 def judge(top1, gain=0.5, images=10_000, classes=10):
-    before = {name: {seed: None if gain is None else value - gain for seed, value in of.items()} for name, of in top1.items()}
-    return ordering.judge_ordering(top1, before, ORDERS, images, classes)
+    """On the curve's split all are five points better than on the reported one, and gained `gain` points in the end."""
+    ends = {
+        name: {seed: (None if gain is None else value + 5 - gain, value + 5) for seed, value in of.items()} for name, of in top1.items()
+    }
+    return ordering.judge_ordering(top1, ends, ORDERS, images, classes)
 
 
 def drawn(means, spread, seeds=3, noise=0, shift=2.0):

@@ -14,7 +14,7 @@ VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 def reported(checkout):
     """A checkout with one record of each kind, reported."""
     checkout.count(t=(VITTT, {}, 224, 6_983_116, 1.4575), r4=("regnety_040", {}, 224, 20_646_656, 3.973))
-    checkout.train("pretrain/vittt_nano_digits", "vittt_nano_patch16_144", "digits", top1=98.765, val_images=360, epochs=12)
+    checkout.train("pretrain/vittt_nano_digits", "vittt_nano_patch16_144", "digits", top1=98.765, held_out_images=360, epochs=12)
     checkout.speed(
         {"model": VITTT, "batch_size": 1, "dtype": "fp32"},
         {"model": DEIT, "attention": "unfused", "batch_size": 1, "dtype": "fp32", "throughput_img_per_s": 40.0},

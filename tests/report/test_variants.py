@@ -13,7 +13,7 @@ NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", throughput=321.4, **more):
     """A variant's record, its throughput, its recipe, and the record of its first seed, as the stage leaves them."""
     usual = {"image_size": 144, "epochs": 4, "num_params": 329_310, "macs_g": 0.035, "top1_std_percent": 0.25, "data": "digits"}
-    about = {"model": NANO, "kind": "digits", "val_images": 100_000, **usual, **more}
+    about = {"model": NANO, "kind": "digits", "held_out_images": 100_000, **usual, **more}
     checkout.train(f"{folder}/{name}", about.pop("model"), about.pop("kind"), options=VARIANTS[name], top1=tuple(top1), **about)
     checkout.record(f"{folder}/{name}", {"throughput_img_per_s": throughput, "reason": "not measured yet"}, name="speed")
     checkout.record(f"{folder}/{name}/seeds", {"top1_percent": 1.0}, name="0")
@@ -97,13 +97,21 @@ def test_other_recipes_and_other_devices_are_other_groups(checkout):
 
 def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
     """Cells of `pretrain` and `ablate` that were trained alike are one group; of two records of a variant the one with more seeds."""
-    more = {"model": TINY, "data": "imagenet", "kind": "imagenet", "val_images": 50_000, "epochs": 300, "classes": 1000, "image_size": 224}
+    more = {
+        "model": TINY,
+        "data": "imagenet",
+        "kind": "imagenet",
+        "held_out_images": 50_000,
+        "epochs": 300,
+        "classes": 1000,
+        "image_size": 224,
+    }
     train(checkout, "dual", [77.4], folder="ablate", **more)
     train(checkout, "conv2d", [70.0], folder="ablate", throughput=None, **more)
-    checkout.train("pretrain/tiny", TINY, "imagenet", top1=(77.5, 77.7), val_images=50_000, classes=1000, num_params=6_983_116)
+    checkout.train("pretrain/tiny", TINY, "imagenet", top1=(77.5, 77.7), held_out_images=50_000, classes=1000, num_params=6_983_116)
     init = {"weights": "results/ablate/dual/weights.safetensors", "sha256": "ab"}
     scores = {"ap_box_percent": 42.6, "ap_mask_percent": 38.5}
-    checkout.train("detect/dual", TINY, "coco", val_images=5000, options={"design": "dual"}, init=init, **scores)
+    checkout.train("detect/dual", TINY, "coco", held_out_images=5000, options={"design": "dual"}, init=init, **scores)
     text = part(checkout, "### Table 3")
     assert "| design dual | 6.96 | 1.42 | 2068 | 77.5 | 42.7 | 38.6 | 0.3293 | 0.035 | 321 | 77.40 ± 0.25 | 42.6 | 38.5 |" in text
     assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 42.9 | 38.7 | 6.983 | – | – | 77.60 | – | – |" in text

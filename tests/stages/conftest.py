@@ -12,8 +12,8 @@ runtime: {workers: 0, save_every_steps: 3, log_every_steps: 5, data_roots: {digi
 prepare_data:
   digits:
     kind: digits
-    expected: {classes: 10, train: 1438, val: 359}
-    generate: {image_size: 32, val_fraction: 0.2, seed: 0}
+    expected: {classes: 10, train: 1079, tune: 359, test: 359}
+    generate: {image_size: 32, tune_fraction: 0.2, test_fraction: 0.2, seed: 0}
   imagenet:
     kind: imagenet
     expected: {classes: 1000, train: 1281167, val: 50000}

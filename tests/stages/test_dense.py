@@ -24,8 +24,8 @@ runtime: {{workers: 0, save_every_steps: 1, log_every_steps: 5, data_roots: {{sc
 prepare_data:
   scenes:
     kind: scenes
-    expected: {{classes: 13, train: 12, val: 4}}
-    draw: {{image_size: 128, train: 12, val: 4, seed: 0, val_fraction: 0.2, split_seed: 0}}
+    expected: {{classes: 13, train: 12, tune: 3, test: 4}}
+    draw: {{image_size: 128, train: 12, tune: 3, test: 4, seed: 0, tune_fraction: 0.2, test_fraction: 0.2, split_seed: 0}}
 detect:
   nano: {SHARED}, mask_rcnn: {{fpn_channels: 16, box_channels: 32, mask_channels: 8, mask_layers: 1, train_proposals: 50, test_proposals: 50, roi_samples: 16, min_score: 0.0}}, transform: {{min_size: [96], max_size: 96, hflip: 0.0}}}}
 segment:
@@ -83,21 +83,17 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     folder = trained / "results" / stage / "nano"
     record = json.loads((folder / "metrics.json").read_text())
     metrics = record["metrics"]
-    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["val_images"], metrics["init"]["weights"]) == (
-        "scenes",
-        2,
-        steps,
-        4,
-        WEIGHTS,
-    )
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["init"]["weights"]) == ("scenes", 2, steps, WEIGHTS)
+    assert (metrics["split"], metrics["held_out_images"]) == ("test", 4)
     assert metrics["num_params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
     assert metrics["weights_hash"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
     assert 1 < metrics["without_learning"][score] < 100  # at the size of the files, whatever the model's input is
     rows = list(csv.DictReader(open(folder / "curve.csv")))
     assert [row["step"] for row in rows] == [str(steps // 2), str(steps)] and float(rows[-1][score]) == pytest.approx(
-        metrics[score], abs=1e-4
+        metrics[f"tune_{score}"], abs=1e-4
     )
     examples = sorted((folder / "examples").iterdir())
+    assert all(int(path.stem) > 12 + 3 if stage == "detect" else path.stem.startswith("ADE_test") for path in examples)
     assert len(examples) == 4 and all(Image.open(path).width >= 96 for path in examples)
     assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
 

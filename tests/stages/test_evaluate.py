@@ -35,7 +35,7 @@ DEIT = "deit_tiny_patch16_224"
 @pytest.fixture
 def weights(checkout):
     """Random weights of a small Vittt, with the digits' class names."""
-    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
     return random_weights(checkout / "w.safetensors", "vittt_nano_patch16_144", {"depth": 1, "num_classes": 10}, classes)
 
 
@@ -68,7 +68,7 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     for row in rows:
         metrics = found[f"vittt_nano_patch16_144_digits_{row['image_size']}_{digest[:8]}"]["metrics"]
         assert float(row["top1_percent"]) == metrics["top1_percent"] and metrics["train_image_size"] == 32
-        assert (metrics["val_images"], metrics["data"], metrics["kind"]) == (359, "digits", "digits") and "limit" not in metrics
+        assert (metrics["held_out_images"], metrics["data"], metrics["kind"]) == (359, "digits", "digits") and "limit" not in metrics
     before = (folder / "curve.png").read_bytes()
     with Image.open(folder / "curve.png") as image:
         assert image.width >= 400
@@ -81,7 +81,7 @@ def sizes(*values):
 
 
 def test_a_vit_of_one_size_is_resampled_for_the_others(checkout, repro_cli):
-    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
     path = random_weights(checkout / "vit.safetensors", DEIT, {"img_size": 32, "depth": 1, "num_classes": 10}, classes)
     code, _, err = repro_cli("evaluate", "--weights", path, "--data", "digits", "--limit", "20", *sizes(32, 64))
     assert code == 0, err
@@ -92,24 +92,24 @@ def test_a_limited_look_is_seeded_and_says_so(weights, repro_cli):
     command = ("evaluate", "--weights", weights, "--data", "digits")
     for _ in range(2):
         code, out, _ = repro_cli(*command, "--limit", "30")
-        assert code == 0 and "on 30 images (--limit: not a full score)" in out
+        assert code == 0 and "on 30 test images (--limit: not a full score)" in out
     limited = only(records().values())["metrics"]
-    assert (limited["val_images"], limited["limit"], limited["limit_seed"]) == (30, 30, 0)
+    assert (limited["held_out_images"], limited["limit"], limited["limit_seed"]) == (30, 30, 0)
     assert repro_cli(*command)[0] == 0
     full = next(r for name, r in records().items() if not name.endswith("_limit30"))
-    assert full["metrics"]["val_images"] == 359 and "limit" not in full["metrics"] and len(records()) == 2
+    assert full["metrics"]["held_out_images"] == 359 and "limit" not in full["metrics"] and len(records()) == 2
 
 
 def test_the_limit_draws_from_all_classes_and_from_the_whole_split(checkout):
     from repro.data.tree import scan_tree
-    from repro.inference.classifier import subsample_val
+    from repro.inference.classifier import subsample
 
     tree = scan_tree(Path("data/digits"), "digits")
-    part = subsample_val(tree, 100, seed=0)
-    names = part.splits["val"].names.tolist()
-    assert len(set(part.splits["val"].targets.tolist())) == 10 and len(names) == len(set(names)) == 100
-    assert all(part.path("val", index).is_file() for index in range(100))
-    assert part.splits["train"] is tree.splits["train"] and subsample_val(tree, 359, seed=0) is tree
+    part = subsample(tree, 100, seed=0)
+    names = part.splits["test"].names.tolist()
+    assert len(set(part.splits["test"].targets.tolist())) == 10 and len(names) == len(set(names)) == 100
+    assert all(part.path("test", index).is_file() for index in range(100))
+    assert part.splits["train"] is tree.splits["train"] and subsample(tree, 359, seed=0) is tree
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -122,8 +122,8 @@ def test_low_precision_is_recorded_and_close(weights, repro_cli, dtype):
     assert {r["identity"]["dtype"] for r in found.values()} == {"fp32", dtype}
     low = next(r for name, r in found.items() if name.endswith(f"_{dtype}"))
     high = next(r for name, r in found.items() if not name.endswith(f"_{dtype}"))
-    assert low["metrics"]["val_loss"] == pytest.approx(high["metrics"]["val_loss"], rel=2e-2)
-    assert low["metrics"]["val_loss"] != high["metrics"]["val_loss"]
+    assert low["metrics"]["held_out_loss"] == pytest.approx(high["metrics"]["held_out_loss"], rel=2e-2)
+    assert low["metrics"]["held_out_loss"] != high["metrics"]["held_out_loss"]
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def official(checkout, tmp_path):
     model = timm.create_model(name, num_classes=10)
     theirs = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in model.state_dict().items()}
     torch.save({"model": theirs, "epoch": 299, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "vit3.pth")
-    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
     preprocessing = PREPROCESSING | {"input_size": [3, 144, 144], "crop_pct": 0.875}
     own = tmp_path / "own.safetensors"
     save_weights(own, model, name=name, options={"num_classes": 10}, preprocessing=preprocessing, classes=classes)
@@ -200,7 +200,7 @@ def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
     assert repro_cli(*command, "--weights", own)[0] == 0
     for size in (144, 96):
         both = [r["metrics"] for r in records().values() if r["metrics"]["image_size"] == size]
-        assert len({m["weights_hash"] for m in both}) == 2 and len({m["val_loss"] for m in both}) == 1
+        assert len({m["weights_hash"] for m in both}) == 2 and len({m["held_out_loss"] for m in both}) == 1
 
 
 def test_official_files_that_do_not_fit_are_one_line(official, repro_cli, tmp_path):
@@ -232,7 +232,7 @@ def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, 
     code, _, err = repro_cli(*command, "--weights", str(path))
     assert code == 0, err
     fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights_hash"] != "timm")
-    assert read["val_loss"] == fetched["val_loss"] and read["weights_file"] == "deit.pth"
+    assert read["held_out_loss"] == fetched["held_out_loss"] and read["weights_file"] == "deit.pth"
     assert "options" not in read  # the training data are unknown, so it does not count for Table 1
     path.write_bytes(path.read_bytes()[:1000])
     code, _, err = repro_cli(*command, "--weights", str(path))
@@ -249,11 +249,11 @@ def test_the_papers_number_stands_beside_a_full_score_alone(checkout):
     def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **request):
         checkpoint = types.SimpleNamespace(name="vit3_tiny_patch16_224", facts={"options": dict(options)})
         cell = types.SimpleNamespace(kind=kind, name=kind)
-        metrics = {"image_size": size, "top1_percent": 76.0, "top5_percent": 93.0, "val_images": 50_000}
+        metrics = {"image_size": size, "top1_percent": 76.0, "top5_percent": 93.0, "split": "val", "held_out_images": 50_000}
         evaluation = _Evaluation(None, None, cell, None, None, EvaluateRequest(**request), find_table1_top1)
         return evaluation._format_score(checkpoint, metrics)
 
-    assert line().endswith("on 50000 images (Table 1: 76.5 %)")
+    assert line().endswith("on 50000 val images (Table 1: 76.5 %)")
     others = line(kind="digits"), line(size=256), line(options={"depth": 1}), line(limit=10)
     assert not any("Table 1" in other for other in others)
 
@@ -312,7 +312,7 @@ def test_table1_without_a_network(imagenet, published, tmp_path):
 
 
 WRONG = [
-    (["--limit", "359", "--weights", "W"], "--limit 359: the validation split has 359 images"),
+    (["--limit", "359", "--weights", "W"], "--limit 359: the split test has 359 images"),
     (["--weights", "W", "--image-size", "32", "--image-size", "32"], "--image-size 32 is given twice"),
     (["--weights", "W", "--image-size", "32", "--image-size", "40"], "multiples of the patch size 16"),
     (["--weights", "W", "--models", "a", "--models", "b"], "a weights file holds one model, but 2 are named"),
@@ -337,13 +337,13 @@ def test_a_limit_of_imagenets_own_size_is_refused():
     from repro.core.errors import UserError
     from repro.inference.evaluate import check_limit
 
-    check_limit(49_999, 60_000)
+    check_limit(49_999, 60_000, "val")
     with pytest.raises(UserError, match="would be taken for it"):
-        check_limit(50_000, 60_000)
+        check_limit(50_000, 60_000, "val")
 
 
 def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
-    classes = sorted(p.name for p in (checkout / "data/digits/val").iterdir())
+    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
     path = checkout / "large.safetensors"
     model = timm.create_model("vittt_nano_patch16_144", depth=1, num_classes=10)
     with torch.no_grad():

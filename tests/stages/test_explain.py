@@ -118,7 +118,7 @@ def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
 def test_a_probe_prints_both_accuracies(weights, repro_cli):
     code, out, err = repro_cli("explain", "--probe", "steps=1")
     assert (code, err) == (0, "")
-    assert "359 images" in out and "(+0.00)" in out and "Liu et al. report: more inner steps" in out
+    assert "359 test images" in out and "(+0.00)" in out and "Liu et al. report: more inner steps" in out
 
 
 def test_what_visualize_leaves(weights, repro_cli):
@@ -129,7 +129,7 @@ def test_what_visualize_leaves(weights, repro_cli):
     names = ("fig3_gradient_magnitude", "fig8_receptive_field", "fig8_radial_profile", "fig11_reconstruction")
     assert all(is_figure(folder / f"{name}.png") for name in names)
     record = json.loads((folder / "metrics.json").read_text())
-    about = {"cell": "nano", "model": "vittt_nano_patch16_144", "data": "digits", "kind": "digits", "image_size": 64, "val_images": 12}
+    about = {"cell": "nano", "model": "vittt_nano_patch16_144", "data": "digits", "kind": "digits", "image_size": 64, "held_out_images": 12}
     assert about.items() <= record["metrics"].items()
     metrics, missing = record["metrics"], record["metrics"]["receptive_fields"]["conv1d"]
     assert missing == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
@@ -137,7 +137,7 @@ def test_what_visualize_leaves(weights, repro_cli):
     # 16 patches in chunks of 4, from both ends: half of them
     assert metrics["gradient_magnitude"]["after"]["first_chunks_tokens_percent"] == 50
     assert metrics["gradient_magnitude"]["after"]["top30_share_percent"] > 100 * 5 / 16
-    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"] and metrics["probes"]["steps=2"]["val_images"] == 20
+    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"] and metrics["probes"]["steps=2"]["held_out_images"] == 20
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
     assert repro_cli("visualize")[0] == 0
     assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}

@@ -95,7 +95,7 @@ def test_numbers_of_table_2_that_the_paper_profile_would_give(paper_plan, place,
 
 
 def test_the_printed_plan(checkout, repro_cli):
-    """2 epochs of 1438 images at 0.01 images per second are 79.9 hours, 0.4 days on 8 GPUs."""
+    """2 epochs of 1079 images at 0.01 images per second are 59.9 hours, 0.3 days on 8 GPUs."""
     code, out, err = repro_cli("plan", "--gpus", "8", "--img-per-s", f"{NANO}=0.01")
     assert (code, err) == (0, "")
     lines = [re.split(r"  +", line) for line in out.splitlines()]
@@ -103,8 +103,8 @@ def test_the_printed_plan(checkout, repro_cli):
     data, imagenet, nano = lines[1:4]
     assert data[:5] == ["dvc repro prepare_data@digits", "–", "0", "0", "<0.1"]
     assert imagenet == ["dvc repro prepare_data@imagenet", "–", "0", "0", "150.0", "CPU only; size as published"]
-    assert nano == ["dvc repro pretrain@nano", "–", "79.9", "0.4", "<0.1", "2 epochs of 1,438 images at 0 img/s, given"]
-    assert lines[4] == ["total: 79.9 GPU-hours, 0.4 days if 8 GPUs are 8 times as fast as one; disk 150.0 GB"]
+    assert nano == ["dvc repro pretrain@nano", "–", "59.9", "0.3", "<0.1", "2 epochs of 1,079 images at 0 img/s, given"]
+    assert lines[4] == ["total: 59.9 GPU-hours, 0.3 days if 8 GPUs are 8 times as fast as one; disk 150.0 GB"]
     assert "the paper's numbers that could then be compared with ours: Table 1 0 of " in out
     assert not list((checkout / "results").glob("pretrain"))  # nothing was started
 
@@ -114,7 +114,7 @@ def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli, monkeypatch
     (checkout / "profiles").mkdir()
     (checkout / "profiles" / "short.yaml").write_text((checkout / "params.yaml").read_text().replace("epochs: 2", "epochs: 6", 1))
     code, out, _ = repro_cli("plan", "--profile", "short")
-    assert code == 0 and out.startswith("first: repro profile use short\n") and "6 epochs of 1,438 images" in out
+    assert code == 0 and out.startswith("first: repro profile use short\n") and "6 epochs of 1,079 images" in out
 
 
 def test_a_measured_speed_is_read_from_its_record(checkout, repro_cli):
@@ -123,7 +123,7 @@ def test_a_measured_speed_is_read_from_its_record(checkout, repro_cli):
     metrics = {"model": NANO, "options": {"depth": 1}, "processes": 2, "throughput_img_per_s": 4.0}
     file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
     code, out, _ = repro_cli("plan")
-    assert code == 0 and "2 epochs of 1,438 images at 2 img/s, measured" in out
+    assert code == 0 and "2 epochs of 1,079 images at 2 img/s, measured" in out
     assert "measured: vittt_nano_patch16_144[depth=1], 2 img/s in training on cuda: NVIDIA L40S (results/measured/l40s/pretrain/" in out
 
 

@@ -11,6 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from repro.core.hashing import hash_code
+from repro.data.manifest import read_manifest, write_manifest
+from repro.data.prepare import scan_manifest
 
 CELL = Path("results/pretrain/nano")
 WEIGHTS = CELL / "weights.safetensors"
@@ -29,7 +31,8 @@ def trained(prepared, tmp_path_factory) -> Path:
 def test_what_a_run_leaves(trained):
     record = json.loads((trained / CELL / "metrics.json").read_text())
     metrics, identity = record["metrics"], record["identity"]
-    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["val_images"]) == ("digits", 2, 2 * (1438 // 128), 359)
+    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["held_out_images"]) == ("digits", 2, 2 * (1079 // 128), 359)
+    assert metrics["split"] == "test"
     assert metrics["num_params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
     assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "torch"
     assert len(identity["code_hash"]) == len(identity["params_hash"]) == len(identity["data_manifest_hash"]) == 16
@@ -39,7 +42,8 @@ def test_what_a_run_leaves(trained):
     assert re.search(rf", {identity['machine']['threads']} threads?$", identity["device"]) and identity["machine"]["vector"]
     rows = list(csv.DictReader(open(trained / CELL / "curve.csv")))
     assert [row["epoch"] for row in rows] == ["1", "2"]
-    assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["top1_percent"], rel=1e-5)
+    assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["tune_top1_percent"], rel=1e-5)
+    assert float(rows[0]["top1_percent"]) == pytest.approx(metrics["by_seed"][0]["tune_top1_previous_percent"], rel=1e-5)
     assert sorted(p.name for p in (trained / CELL / "snapshots").iterdir()) == ["epoch_000.safetensors", "epoch_002.safetensors"]
     assert (trained / CELL / "snapshots/epoch_002.safetensors").read_bytes() == (trained / WEIGHTS).read_bytes()
     assert not any((trained / ".runs").rglob("*.pt"))
@@ -119,7 +123,7 @@ WRONG_PARAMS = [
     ("epochs: 2", "epochs: 1", "snapshot_epochs: 2 is after the last epoch"),
     ("lr: 0.003", "lr: .nan", "pretrain.nano.optim.lr: nan is not a finite number"),
     ("batch_size: 128", "batch_size: 127", "batch_size: 127 is odd"),
-    ("batch_size: 128", "batch_size: 4096", "only 1438 training images"),
+    ("batch_size: 128", "batch_size: 4096", "only 1079 training images"),
     ("vittt_nano", "vitt_nano", "no such model; did you mean 'vittt_nano_patch16_144'?"),
     ("{depth: 1}", "{depht: 1}", "depht"),
     ("{depth: 1}", "{drop_path_rate: 0.1}", "options: drop_path_rate follows from"),
@@ -167,6 +171,10 @@ def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
     image = next(Path("data/digits/train").rglob("*.png"))
     image.write_bytes(b"\0" * image.stat().st_size)
     code, _, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 2 and f"train/{image.parent.name}: a file was changed or renamed" in err
+    file = Path("results/prepare_data/digits/manifest.json")  # as that of data of one's own would be, whose contents nobody compares
+    write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
+    code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and str(image) in err and "unreadable" in err.splitlines()[-1]
     edit("epochs: 2", "max_unreadable: 1\n    epochs: 2")
     assert repro_cli("pretrain", "--cell", "nano")[0] == 0
@@ -208,3 +216,18 @@ def test_what_efficiency_refuses_before_measuring(checkout, repro_cli):
 def test_evaluating_nothing_is_refused(checkout, repro_cli):
     code, _, err = repro_cli("evaluate", "--model", "vittt_tiny_patch16_224", "--data", "digits")
     assert code == 2 and "an untrained model has no accuracy" in err
+
+
+def test_seeds_by_hand_stand_elsewhere_and_are_not_trained_twice(checkout, repro_cli):
+    edit("epochs: 2", "epochs: 1", "snapshot_epochs: [0, 2]", "snapshot_epochs: []")
+    code, _, err = repro_cli("pretrain", "--cell", "nano", "--seeds", "2")
+    assert code == 0, err
+    (file,) = Path("results/measured").glob("*/pretrain/nano_2seeds/metrics.json")
+    metrics = json.loads(file.read_text())["metrics"]
+    assert metrics["seeds"] == [0, 1] and [run["seed"] for run in metrics["by_seed"]] == [0, 1] and not CELL.exists()
+    assert metrics["top1_percent"] == pytest.approx(sum(run["top1_percent"] for run in metrics["by_seed"]) / 2)
+    before = file.stat().st_mtime_ns
+    code, out, _ = repro_cli("pretrain", "--cell", "nano", "--seeds", "2")
+    assert code == 0 and "nano_2seeds: every seed is trained" in out and file.stat().st_mtime_ns == before
+    code, _, err = repro_cli("pretrain", "--replay-bad-step", "x.pt", "--seeds", "2")
+    assert (code, err.count("\n")) == (2, 1) and "leave --seeds out" in err

@@ -24,24 +24,21 @@ def image_of(*rows):
 
 
 def task(mix):
-    class Loader(list):
-        pass
-
     as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
-    return Classification(Table(), Loader(), Loader(), batch_size=2, transform=as_is, mix=mix, num_classes=3, device=torch.device("cpu"))
+    return Classification(Table(), [], {"val": []}, batch_size=2, transform=as_is, mix=mix, num_classes=3, device=torch.device("cpu"))
 
 
 def test_accuracy_counts_every_image_once():
     batches = [(image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), torch.tensor([0, 0])), (image_of([9, 8, 7, 6, 5, 4]), torch.tensor([5]))]
     numbers = accuracy(Table(), batches, lambda images: images)
-    assert numbers["val_images"] == 3
+    assert numbers["held_out_images"] == 3
     assert numbers["top1_percent"] == pytest.approx(100 / 3)
     assert numbers["top5_percent"] == pytest.approx(100 / 3)  # the other two targets are ranked last of six
     by_hand = sum(
         math.log(sum(math.exp(v) for v in row)) - row[target]
         for row, target in (([3, 2, 1, 0, 0, 0], 0), ([-1, 0, 1, 2, 3, 4], 0), ([9, 8, 7, 6, 5, 4], 5))
     )
-    assert numbers["val_loss"] == pytest.approx(by_hand / 3, rel=1e-5)
+    assert numbers["held_out_loss"] == pytest.approx(by_hand / 3, rel=1e-5)
 
 
 def test_top5_with_fewer_classes():

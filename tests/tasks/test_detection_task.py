@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,11 +146,12 @@ PICTURES = [(1, [(1, 8, 8, 28, 24), (2, 34, 30, 60, 58)]), (2, [(2, 4, 30, 32, 6
 
 
 class Batches:
-    """One batch of the two pictures of 64 x 64, on a rank its own one; annotated at twice their size."""
+    """One batch of the two pictures of 64 x 64, on a rank its own one; annotated at twice their size in a file."""
 
-    def __init__(self, ranks=None):
+    def __init__(self, file, ranks=None):
         from .test_detection_model import sample
 
+        self.dataset = SimpleNamespace(instances=SimpleNamespace(file=file, category_ids=IDS))
         batch = []
         for image_id, objects in PICTURES[slice(ranks.rank, None, ranks.world_size) if ranks else slice(None)]:
             image, target = sample(64, 64, objects, seed=image_id)
@@ -181,9 +183,9 @@ def make_task(file, ranks=None):
     from .test_detection_model import Maps
 
     torch.manual_seed(0)
-    model, batches = MaskRcnn(Maps(16), 2, TINY), Batches(ranks)
+    model, batches = MaskRcnn(Maps(16), 2, TINY), Batches(file, ranks)
     more = {"ranks": ranks} if ranks else {}
-    return Detection(model, batches, batches, batch_size=2, annotations=file, category_ids=IDS, device=torch.device("cpu"), **more)
+    return Detection(model, batches, {"val": batches}, batch_size=2, device=torch.device("cpu"), **more)
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +211,8 @@ def test_two_pictures_are_learnt(learnt):
     assert losses[0]["loss"] == pytest.approx(sum(value for name, value in losses[0].items() if name != "loss"))
     for name in ("loss", "loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_mask"):  # that of boxes begins where none was proposed
         assert np.mean([step[name] for step in losses[-10:]]) < 0.8 * losses[0][name], name
-    metrics = task.evaluate(task.model)
-    assert metrics["val_images"] == 2 and "ap_large_box_percent" not in metrics
+    metrics = task.evaluate(task.model, "val")
+    assert metrics["held_out_images"] == 2 and "ap_large_box_percent" not in metrics
     assert metrics["ap50_box_percent"] > 90 and metrics["ap50_mask_percent"] > 90
 
 
@@ -256,7 +258,7 @@ folder = Path(sys.argv[1])
 with joined("cpu") as ranks:
     task = make_task(folder / "truth.json", ranks)
     task.model.load_state_dict(torch.load(folder / "weights.pt"))
-    found = task.evaluate(task.model.eval())
+    found = task.evaluate(task.model.eval(), "val")
     (folder / f"{ranks.world_size}_{ranks.rank}.json").write_text(json.dumps(found))
 """
 
@@ -273,5 +275,5 @@ def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
         )
         assert done.returncode == 0, done.stderr[-3000:]
     one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]
-    assert one["val_images"] == 2 and one["ap_box_percent"] > 10
+    assert one["held_out_images"] == 2 and one["ap_box_percent"] > 10
     assert two == [one, one]

@@ -42,7 +42,7 @@ def image_of(labels):
 def test_perfect_predictions_score_everything():
     labels = np.random.default_rng(0).integers(0, 4, (2, 32, 64))
     metrics, iou = measure(reader(5), [(image_of(each), torch.from_numpy(each)[None]) for each in labels], 5)
-    assert metrics == {"miou_percent": 100, "macc_percent": 100, "aacc_percent": 100, "val_images": 2}
+    assert metrics == {"miou_percent": 100, "macc_percent": 100, "aacc_percent": 100, "held_out_images": 2}
     assert iou == [100, 100, 100, 100, None]  # the fifth class is nowhere
 
 
@@ -73,7 +73,7 @@ def task(tree):
     torch.manual_seed(0)
     train, val = (AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val"))
     model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
-    loaders = TrainLoader(train, batch_size=2, seed=0), EvalLoader(val, batch_size=1)
+    loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1)}
     return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)
 
 
@@ -95,13 +95,13 @@ def test_a_batch_can_be_learned_by_heart(task):
     assert losses["loss"] < 0.7 * first["loss"] and losses["accuracy_percent"] > first["accuracy_percent"] + 15
 
 
-def test_every_validation_image_counts_once_and_at_its_own_size(task):
+def test_every_held_out_image_counts_once_and_at_its_own_size(task):
     task.model.eval()
-    metrics = task.evaluate(task.model)
-    assert metrics["val_images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
+    metrics = task.evaluate(task.model, "val")
+    assert metrics["held_out_images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
     right = labelled = 0
     for index in range(3):
-        pixels, values = task.val.dataset.pairs.read(index)
+        pixels, values = task.held_out["val"].dataset.pairs.read(index)
         predicted = predict(task.model, torch.from_numpy(pixels).permute(2, 0, 1), SETTINGS)
         right += (predicted.numpy() + 1 == values).sum()
         labelled += (values > 0).sum()
@@ -110,15 +110,15 @@ def test_every_validation_image_counts_once_and_at_its_own_size(task):
         Segmentation(
             task.model,
             task.train,
-            EvalLoader(task.val.dataset, batch_size=1, rank=rank, world_size=2),
+            {"val": EvalLoader(task.held_out["val"].dataset, batch_size=1, rank=rank, world_size=2)},
             batch_size=2,
             transform=SETTINGS,
             classes=task.classes,
             device=CPU,
-        ).evaluate(task.model)
+        ).evaluate(task.model, "val")
         for rank in range(2)
     ]
-    assert [part["val_images"] for part in parts] == [2, 1]
+    assert [part["held_out_images"] for part in parts] == [2, 1]
 
 
 def test_batches_are_split_and_named(task):

@@ -24,6 +24,7 @@ class Regression:
     """Fits noisy lines. Dropout and a NumPy draw per step make the result depend on every generator the engine must restore."""
 
     batch_size, steps_per_epoch, device, ranks = 8, 5, torch.device("cpu"), Ranks()
+    curve_split = reported_split = "val"
 
     def __init__(self, before_step=lambda number: None):
         torch.manual_seed(3)
@@ -47,10 +48,10 @@ class Regression:
     def split(self, batch, parts):
         return list(zip(*(x.chunk(parts) for x in batch), strict=True))
 
-    def evaluate(self, model):
+    def evaluate(self, model, split):
         assert not model.training
         with torch.no_grad():
-            return {"val_loss": float(model(torch.ones(1, 4)).square())}
+            return {"held_out_loss": float(model(torch.ones(1, 4)).square())}
 
     def describe(self, epoch, number):
         return [f"{epoch}/{number}/{i}" for i in range(self.batch_size)]
@@ -126,10 +127,10 @@ def test_killed_while_it_evaluates(tmp_path, epoch):
     """The epoch's steps are saved before its evaluation, which is then all that is done again."""
 
     class Slow(Regression):
-        def evaluate(self, model):
+        def evaluate(self, model, split):
             if self.number == 5 * epoch:
                 raise Killed
-            return super().evaluate(model)
+            return super().evaluate(model, split)
 
     expected, expected_curve = train(tmp_path / "whole", save_every=100)
     with pytest.raises(Killed):
@@ -141,9 +142,53 @@ def test_killed_while_it_evaluates(tmp_path, epoch):
     assert curve == expected_curve
 
 
+class Tuned(Regression):
+    """Has a split for the curve and one that is reported; notes which it evaluates, and what happens in the final evaluation."""
+
+    curve_split, reported_split = "tune", "test"
+
+    def __init__(self, in_the_last=lambda: None):
+        super().__init__()
+        self.evaluated, self.in_the_last = [], in_the_last
+
+    def evaluate(self, model, split):
+        self.evaluated.append((self.number, split))
+        if split == "test":
+            self.in_the_last()
+        return {name: value + (split == "test") for name, value in super().evaluate(model, split).items()}
+
+
+def test_the_reported_split_is_evaluated_once_and_by_the_final_model(tmp_path):
+    task, returned = Tuned(), []
+    _, curve = train(tmp_path, task, returned=returned)
+    assert task.evaluated == [(10, "tune"), (15, "tune"), (15, "test")]
+    assert returned[0].scores == {"held_out_loss": curve[-1]["held_out_loss"] + 1}
+    alone, returned = Regression(), []
+    _, curve = train(tmp_path / "alone", alone, returned=returned)
+    assert returned[0].scores == {"held_out_loss": curve[-1]["held_out_loss"]}
+
+
+def kill():
+    raise Killed
+
+
+@pytest.mark.parametrize(("stop", "error"), [(kill, Killed), (lambda: os.kill(os.getpid(), signal.SIGTERM), Interrupted)])
+def test_stopped_in_the_final_evaluation(tmp_path, stop, error):
+    """No step is done again: the last epoch and the reported split are evaluated."""
+    whole, cut = [], []
+    expected, expected_curve = train(tmp_path / "whole", Tuned(), returned=whole)
+    with pytest.raises(error):
+        train(tmp_path / "cut", Tuned(stop))
+    task = Tuned()
+    weights, curve = train(tmp_path / "cut", task, returned=cut)
+    assert task.evaluated == [(0, "tune"), (0, "test")]
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert curve == expected_curve and cut[0].scores == whole[0].scores
+
+
 def test_a_signal_in_the_last_step_of_an_epoch_does_not_wait_for_the_evaluation(tmp_path):
     class Evaluated(Regression):
-        def evaluate(self, model):
+        def evaluate(self, model, split):
             raise AssertionError("evaluated")
 
     task = Evaluated(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 9 else None)
@@ -267,7 +312,7 @@ def test_accumulation_is_the_whole_batch(tmp_path):
             x, y = (t.double() for t in batch)
             return {"loss": (network(x) - y).square().mean()}
 
-        def evaluate(self, model):
+        def evaluate(self, model, split):
             return {}
 
     runs = [train(tmp_path / str(parts), Plain(), accumulate=parts)[0] for parts in (1, 2, 4)]
@@ -329,7 +374,7 @@ def test_curve_means_snapshots_and_evaluations(tmp_path):
     _, curve = train(tmp_path, task, snapshots=snapshots)
     assert snapshots == [0, 1, 2, 3]
     assert [row["epoch"] for row in curve] == [1, 2, 3] and [row["step"] for row in curve] == [5, 10, 15]
-    assert ["val_loss" in row for row in curve] == [False, True, True]
+    assert ["held_out_loss" in row for row in curve] == [False, True, True]
     assert curve[1]["train_noise"] == pytest.approx(np.mean(noises[5:10]), rel=1e-5)
 
 
@@ -426,7 +471,7 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     torch.manual_seed(0)
     model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2, drop_path_rate=0.5).train()
     made_of = {"transform": TransformSettings(image_size=32, re_prob=0.5), "mix": MixParams(mixup=0.8, cutmix=1.0)}
-    task = Classification(model, Loader([0]), None, batch_size=8, num_classes=10, device=torch.device("cpu"), **made_of)
+    task = Classification(model, Loader([0]), {"val": None}, batch_size=8, num_classes=10, device=torch.device("cpu"), **made_of)
     parts = TrainingState(task, settings(epochs=1, optim=OptimParams(lr=1e-3)), accumulate)
     seen, inner = [], task.loss
     task.loss = lambda network, batch: (losses := inner(network, batch), seen.append(losses["loss"].item()))[0]

@@ -1,7 +1,7 @@
 """The checks of COCO 2017 (detection), of ADE20K's 150 classes (segmentation), and of the embedded scenes, which are laid out as both."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from ..coco import Instances, read_image, read_instances
 from ..findings import BadData, Finding, Report, compare_counts
 from ..kinds import KINDS
 from ..pixels import read_labels
-from ..settings import SPLITS, ExpectedCounts
+from ..settings import ExpectedCounts
 from ..tree import list_entries
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
@@ -29,7 +29,7 @@ class CocoCounts:
 
 
 COCO_2017 = CocoCounts(
-    images={split: getattr(KINDS["coco"].official[1], split) for split in SPLITS},
+    images={split: getattr(KINDS["coco"].official[1], split) for split in KINDS["coco"].splits},
     instances={"train": 860_001, "val": 36_781},
     empty_boxes={"train": 2, "val": 0},
     category_ids=frozenset(range(1, 91)) - {12, 26, 29, 30, 45, 66, 68, 69, 71, 83},
@@ -37,12 +37,14 @@ COCO_2017 = CocoCounts(
 ADE20K = KINDS["ade20k"].official[1]
 
 
-def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts | None = COCO_2017) -> None:
+def check_coco(
+    root: Path, report: Report, depth: Depth, *, splits: Sequence[str] = KINDS["coco"].splits, expected: CocoCounts | None = COCO_2017
+) -> None:
     """Check images, annotations, and that they belong together; categories and boxes of every annotation.
 
     Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting.
     """
-    found = {split: instances for split in SPLITS if (instances := read_instances(root, split, report)) is not None}
+    found = {split: instances for split in splits if (instances := read_instances(root, split, report)) is not None}
     for split, instances in found.items():
         _compare_with_release(instances, split, report, expected)
     picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)
@@ -55,7 +57,9 @@ def check_coco(root: Path, report: Report, depth: Depth, *, expected: CocoCounts
         report.ok(root, f"images decode and have the annotations' sizes, {describe_extent(len(chosen), total, depth)}")
 
 
-def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts | None = ADE20K) -> None:
+def check_ade20k(
+    root: Path, report: Report, depth: Depth, *, splits: Sequence[str] = KINDS["ade20k"].splits, expected: ExpectedCounts | None = ADE20K
+) -> None:
     """Check the release, the pairs of image and label map, and the label maps themselves.
 
     Arguments and errors are those of `check_coco`; `root` is ADEChallengeData2016, or the folder that holds it.
@@ -64,7 +68,7 @@ def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: Expected
     if evidence := _find_other_release(base, report):
         report.error(base, f"is the full ADE20K ({evidence}), with thousands of classes in other files", RELEASE)
         return
-    pairs = {split: AdePairs(base, split, report) for split in SPLITS}
+    pairs = {split: AdePairs(base, split, report) for split in splits}
     if named := len(pairs["train"].classes):
         compare_counts(report, base, "classes", named, expected and expected.classes, RELEASE)
     num_classes = named or ADE20K.classes
@@ -91,8 +95,9 @@ def check_ade20k(root: Path, report: Report, depth: Depth, *, expected: Expected
 
 def check_scenes(root: Path, report: Report, depth: Depth) -> None:
     """Check both parts of the embedded scenes; errors as `check_coco`. Their counts are settings."""
-    check_coco(root / "coco", report, depth, expected=None)
-    check_ade20k(root / "ade20k", report, depth, expected=None)
+    splits = KINDS["scenes"].splits
+    check_coco(root / "coco", report, depth, splits=splits, expected=None)
+    check_ade20k(root / "ade20k", report, depth, splits=splits, expected=None)
 
 
 def _compare_with_release(instances: Instances, split: str, report: Report, expected: CocoCounts | None) -> None:

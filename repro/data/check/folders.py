@@ -50,11 +50,11 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
 
 
 def check_digits(root: Path, report: Report, depth: Depth) -> None:
-    """Check the embedded digits; arguments and errors as `check_imagenet`. The split is a setting, the number of all images is not."""
+    """Check the embedded digits; arguments and errors as `check_imagenet`. The splits are settings, the number of all images is not."""
     tree = _check_classes(root, "digits", report)
-    if len(tree.splits) == 2:
+    if len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
-        compare_counts(report, root, "images in train/ and val/ together", found, DIGITS_IMAGES, _WRITE_AGAIN)
+        compare_counts(report, root, "images in all splits together", found, DIGITS_IMAGES, _WRITE_AGAIN)
     _check_files(tree, report, depth, _WRITE_AGAIN)
 
 
@@ -139,7 +139,7 @@ def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
         report.errors([(tree.path(split, index), "is empty") for index in np.flatnonzero(files.sizes == 0).tolist()], advice)
     picked = draw_sample({split: len(indices) for split, indices in full.items()}, depth)
     chosen = [(split, int(full[split][place])) for split, places in picked.items() for place in places]
-    results = run_parallel(_find_damage, [(tree.source(*one), tree.upright) for one in chosen], depth.workers, "decoding")
+    results = run_parallel(_find_damage, [(tree.source(*one), tree.kind.upright) for one in chosen], depth.workers, "decoding")
     bad = [(one, problem) for one, problem in zip(chosen, results, strict=True) if problem]
     report.errors([(tree.path(*one), problem) for one, problem in bad], advice)
     for split, places in picked.items():

@@ -28,7 +28,7 @@ class Depth:
     """How many images are decoded, and how. What a directory listing or the annotations say is always checked in full."""
 
     full: bool = False  # decode every file
-    sample: int = 2000  # otherwise the number of images to decode, half of them from each split
+    sample: int = 2000  # otherwise the number of images to decode, an equal share of each split
     seed: int = 0  # of the sample
     workers: int = 1  # processes that decode; 1 decodes in this one
 

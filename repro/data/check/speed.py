@@ -57,7 +57,7 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
     """Time the loader and the bare loop in turns, on the training images of a tree.
 
     Args:
-        root, kind: the folder that holds train and val, and the data set's kind.
+        root, kind: the folder that holds the splits, and the data set's kind.
         workers: number of processes of each; at least 1.
         batches: of 64 images, which a round times after two per worker that it does not; rounded up to full turns of the workers.
         rounds: how often both take turns, so that other load on the machine affects both; the range shows how much there was.
@@ -84,8 +84,8 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
         log(f"timing the loader and the bare loop, round {number + 1} of {rounds}")
         loader_rates.append(timed * batch_size / _time_loader(dataset, batch_size, workers, warm, timed))
         with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(_run_bare_loop, [share[:8] for share in shares], [tree.upright] * workers))
-            bare_rates.append(sum(pool.map(_run_bare_loop, shares, [tree.upright] * workers)))
+            list(pool.map(_run_bare_loop, [share[:8] for share in shares], [tree.kind.upright] * workers))
+            bare_rates.append(sum(pool.map(_run_bare_loop, shares, [tree.kind.upright] * workers)))
     images = timed * batch_size
     return Speed(workers=workers, images=images, loader_img_per_s=tuple(loader_rates), bare_img_per_s=tuple(bare_rates))
 

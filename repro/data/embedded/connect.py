@@ -17,9 +17,11 @@ from PIL import Image
 
 from ...core.errors import UserError
 from ...core.ui import track
-from ..settings import SPLITS, ConnectSettings
+from ..kinds import KINDS
+from ..settings import ConnectSettings
 from . import new_tree
 
+SPLITS = KINDS["connect"].splits
 _QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exact, unlike exp(1j * angle)
 _SAMPLES_PER_PX = 2
 _COARSE = 4  # every fourth sample is tested for clearance
@@ -29,17 +31,17 @@ _TRIES = 40  # how often the image is begun anew
 
 
 def write_connect(root: Path, settings: ConnectSettings) -> None:
-    """Write `root/{train,val}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
+    """Write `root/{train,tune,test}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
 
     Images of one name in the two class folders are a pair. The same settings give the same bytes. Raises UserError as `new_tree`
     does, or where the curves do not fit into an image.
     """
     folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
     with new_tree(root, "connect", settings, folders) as tree:
-        for split in SPLITS:
+        for index, split in enumerate(SPLITS):
             for number in track(range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"):
                 # one generator per pair, so that more pairs leave the first ones as they are
-                rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
+                rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 for name, pixels in zip(settings.CLASSES, draw_pair(rng, settings)):
                     # stored uncompressed, like those of `digits`
                     Image.fromarray(pixels).save(tree / split / name / f"pair_{number:05d}.png", compress_level=0)

@@ -6,26 +6,28 @@ import numpy as np
 from PIL import Image
 
 from ...core.ui import track
-from ..settings import SPLITS, DigitsSettings
+from ..kinds import KINDS
+from ..settings import DigitsSettings
 from . import new_tree
+
+SPLITS = KINDS["digits"].splits
 
 
 def write_digits(root: Path, settings: DigitsSettings) -> None:
-    """Write `root/{train,val}/digit_<0-9>/scan_<number>.png`, replacing an earlier tree of this function.
+    """Write `root/{train,tune,test}/digit_<0-9>/scan_<number>.png`, replacing an earlier tree of this function.
 
     The scans are those of scikit-learn's `load_digits` (8x8 pixels, 17 grey levels), enlarged bicubically; the number in a file name
     is the scan's place there. Each class is split on its own. The same settings give the same bytes. Raises UserError as
     `new_tree` does.
     """
     scans, targets = load_scans()
-    in_val = choose_val(targets, settings.val_fraction, settings.seed)
+    split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.seed)
     folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
     with new_tree(root, "digits", settings, folders) as tree:
         for number, (scan, digit) in enumerate(track(list(zip(scans, targets)), f"writing {root.name}", unit="images")):
             large = Image.fromarray(scan).resize((settings.image_size, settings.image_size), Image.Resampling.BICUBIC)
-            split = "val" if in_val[number] else "train"
             # stored uncompressed: file sizes are in the manifest and must not depend on the zlib version; it also decodes faster
-            large.save(tree / split / settings.CLASSES[digit] / f"scan_{number:04d}.png", compress_level=0)
+            large.save(tree / split_of[number] / settings.CLASSES[digit] / f"scan_{number:04d}.png", compress_level=0)
 
 
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
@@ -36,11 +38,14 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
     return np.rint(scans.images * (255 / 16)).astype(np.uint8), scans.target
 
 
-def choose_val(targets: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
-    """(N,) bool, whether a scan goes to val; val gets `val_fraction` of each class."""
-    chosen = np.zeros(len(targets), dtype=bool)
+def choose_splits(targets: np.ndarray, tune_fraction: float, test_fraction: float, seed: int) -> np.ndarray:
+    """(N,) the split of each scan, whose digit is in `targets` (N,): of each class tune gets its share, then test, and train the rest."""
+    chosen = np.full(len(targets), "train", dtype=object)
     rng = np.random.Generator(np.random.PCG64(seed))
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(targets == digit))
-        chosen[members[: round(len(members) * val_fraction)]] = True
+        tune, test = (round(len(members) * fraction) for fraction in (tune_fraction, test_fraction))
+        # tune comes first: whoever changes the share of test leaves the scans as they are on which the recipe was chosen
+        chosen[members[:tune]] = "tune"
+        chosen[members[tune : tune + test]] = "test"
     return chosen

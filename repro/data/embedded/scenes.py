@@ -20,15 +20,16 @@ from PIL import Image
 from pycocotools import mask as rle
 
 from ...core.ui import track
+from ..ade20k import FOLDERS
+from ..kinds import KINDS
 from ..settings import ScenesSettings
 from . import new_tree
-from .digits import choose_val, load_scans
+from .digits import choose_splits, load_scans
 
 TEXTURES = ("clouds", "stripes", "checks")
 CLASSES = (*(f"digit {digit}" for digit in range(10)), *TEXTURES)
 CATEGORY_IDS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)  # of the digits 0..9
-# split -> (folder of COCO, folder of ADE20K, prefix of ADE20K's file names)
-_FOLDERS = {"train": ("train2017", "training", "ADE_train"), "val": ("val2017", "validation", "ADE_val")}
+SPLITS = KINDS["scenes"].splits
 _DIGITS_PER_IMAGE = (3, 8)
 _SIDE_PX = (24, 96)
 _ANGLE_DEGREES = 30
@@ -45,29 +46,31 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """Write `root/coco` and `root/ade20k`, replacing an earlier tree of this function.
 
     Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them by hard links.
-    Train and val show different scans. The same settings give the same files. Raises UserError as `new_tree` does.
+    Each split shows scans of its own. The same settings give the same files. Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
-    in_val = choose_val(targets, settings.val_fraction, settings.split_seed)
-    folders = [f"{part}/{ade}" for _, ade, _ in _FOLDERS.values() for part in ("ade20k/images", "ade20k/annotations")]
-    folders += ["coco/annotations", *(f"coco/{coco}" for coco, _, _ in _FOLDERS.values())]
+    split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)
+    folders = [f"{part}/{ade}" for ade in map(FOLDERS.get, SPLITS) for part in ("ade20k/images", "ade20k/annotations")]
+    folders += ["coco/annotations", *(f"coco/{split}2017" for split in SPLITS)]
     with new_tree(root, "scenes", settings, folders) as tree:
-        for split, (coco, ade, prefix) in _FOLDERS.items():
-            photos, copies, maps = tree / "coco" / coco, tree / "ade20k/images" / ade, tree / "ade20k/annotations" / ade
-            members = np.flatnonzero(in_val == (split == "val"))
+        first_id = 1  # of the split's images; ids go on from split to split
+        for index, split in enumerate(SPLITS):
+            photos = tree / "coco" / f"{split}2017"
+            copies, maps = (tree / "ade20k" / part / FOLDERS[split] for part in ("images", "annotations"))
+            members = np.flatnonzero(split_of == split)
             images, annotations = [], []
             for number in track(range(getattr(settings, split)), f"drawing {root.name}, {split}", unit="images"):
-                image_id = number + 1 if split == "train" else settings.train + number + 1
+                image_id = first_id + number
                 # one generator per image, so that more images leave the first ones as they are
-                rng = np.random.Generator(np.random.PCG64((settings.seed, split == "val", number)))
+                rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 pixels, instances, labels = draw(rng, scans[members], targets[members], settings.image_size)
-                file, stem = f"{image_id:012d}.png", f"{prefix}_{number + 1:08d}"
+                file, stem = f"{image_id:012d}.png", f"ADE_{split}_{number + 1:08d}"
                 # stored uncompressed, like those of `digits`
                 Image.fromarray(pixels).save(photos / file, compress_level=0)
                 _share(photos / file, copies / f"{stem}.png")
                 Image.fromarray(labels).save(maps / f"{stem}.png", compress_level=0)
                 images.append({"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size})
-                # an image has at most eight, so that ids are unique over both splits
+                # an image has at most eight, so that ids are unique over all splits
                 annotations += [_annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)]
             content = {
                 "info": {"description": "scenes: handwritten digits on textures", "version": "1.0"},
@@ -79,7 +82,8 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                     for category_id, name in zip(CATEGORY_IDS, CLASSES[: -len(TEXTURES)], strict=True)
                 ],
             }
-            (tree / f"coco/annotations/instances_{coco}.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            (tree / f"coco/annotations/instances_{split}2017.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            first_id += len(images)
         rows = [f"{number}\t{name}" for number, name in enumerate(CLASSES, start=1)]
         (tree / f"ade20k/objectInfo{len(CLASSES)}.txt").write_text("\n".join(["Idx\tName", *rows]) + "\n", encoding="utf-8")
 

@@ -20,13 +20,13 @@ class Classify(TaskSpec):
     params = ClassifierParams
     scores: ClassVar[Mapping[str, str]] = {"top1_percent": "top-1", "top5_percent": "top-5"}
 
-    def open_datasets(self, data: Any, params: ClassifierParams) -> Datasets:
+    def open_datasets(self, data: Any, params: ClassifierParams, held_out: Sequence[str]) -> Datasets:
         from ...data.classification import ImageFolder, eval_transform, train_transform
 
         tree, seed = data.open_tree(), params.seeds[0]
         train = ImageFolder(tree, "train", train_transform(params.transform), seed=seed, max_unreadable=params.max_unreadable)
-        val = ImageFolder(tree, "val", eval_transform(params.transform))
-        return Datasets(train=train, val=val, classes=tuple(tree.classes), groups=data.groups(tree))
+        others = {split: ImageFolder(tree, split, eval_transform(params.transform)) for split in held_out}
+        return Datasets(train=train, held_out=others, classes=tuple(tree.classes), groups=data.groups(tree))
 
     def build_model(self, params: ClassifierParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
         from ...models.registry import build_model
@@ -51,9 +51,9 @@ class Classify(TaskSpec):
         return {"name": params.model, "options": options, "preprocessing": preprocessing, "classes": list(classes)}
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        found = {name: last[name] for name in ("top1_percent", "top5_percent", "val_loss", "val_images")}
-        if not math.isfinite(found["val_loss"]):
-            found |= {"val_loss": None, "val_loss_reason": "not finite"}
+        found = {name: last[name] for name in ("top1_percent", "top5_percent", "held_out_loss", "held_out_images")}
+        if not math.isfinite(found["held_out_loss"]):
+            found |= {"held_out_loss": None, "held_out_loss_reason": "not finite"}
         return found | {"unreadable_images": len(task.train.dataset.unreadable())}
 
     def count_flop_per_image(self, task: Any) -> float | None:

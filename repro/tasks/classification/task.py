@@ -1,7 +1,7 @@
 """Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,21 +24,21 @@ class Classification(Task):
         transform: makes inputs of the model from batches.
         mix: softens the targets; a mixed batch must be even, and the parts of a batch are mixed each within itself.
         num_classes: number of classes of the data set.
-        model, train, val, shared: see `Task`.
+        model, train, held_out, shared: see `Task`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         train: TrainLoader,
-        val: EvalLoader,
+        held_out: Mapping[str, EvalLoader],
         *,
         transform: TransformSettings,
         mix: MixParams,
         num_classes: int,
         **shared: Any,
     ):
-        super().__init__(model, train, val, **shared)
+        super().__init__(model, train, held_out, **shared)
         self.train_input, self.eval_input = ToInput(transform, self.device, training=True), ToInput(transform, self.device)
         self.label_smoothing = mix.label_smoothing
         self.mixup = None
@@ -54,9 +54,9 @@ class Classification(Task):
         images, soft = self.mixup(images, targets)
         return {"loss": F.cross_entropy(network(images).float(), soft)}
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Top-1 and top-5 in percent and the plain cross-entropy over the whole validation split, whatever the number of ranks."""
-        return accuracy(model, self.val, self.eval_input, self.ranks)
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Top-1 and top-5 in percent and the plain cross-entropy over a whole split, whatever the number of ranks."""
+        return accuracy(model, self.held_out[split], self.eval_input, self.ranks)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""
@@ -88,7 +88,7 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
         ranks: the counts are added up over these.
 
     Returns:
-        `val_loss`, `top1_percent`, `top5_percent` and `val_images`, the number of images seen.
+        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen.
     """
     loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:
@@ -101,8 +101,8 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
         images_seen += len(targets)
     loss, top1, top5, images_seen = ranks.sum([loss, top1, top5, images_seen])
     return {
-        "val_loss": loss / images_seen,
+        "held_out_loss": loss / images_seen,
         "top1_percent": 100 * top1 / images_seen,
         "top5_percent": 100 * top5 / images_seen,
-        "val_images": int(images_seen),
+        "held_out_images": int(images_seen),
     }

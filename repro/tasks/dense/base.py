@@ -15,7 +15,7 @@ from ...core.record import atomic
 from ...training.params import TrainParams
 from ..spec import Predictor, Sight, TaskSpec
 
-EXAMPLES = 4  # pictures of the validation split that are drawn with what was found in them
+EXAMPLES = 4  # pictures of the reported split that are drawn with what was found in them
 EXAMPLES_MIN_SCORE = 0.5  # of the detections in these
 
 
@@ -59,11 +59,11 @@ class DenseSpec(TaskSpec):
 
     @abc.abstractmethod
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
-        """The scores of an `OtsuBaseline` on the validation images at their own size; its examples are the training `instances`."""
+        """The scores of an `OtsuBaseline` on the images of the reported split at their own size; its examples are the training `instances`."""
 
     @abc.abstractmethod
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
-        """The name of the drawing of a validation image, whose sample has this target."""
+        """The name of the drawing of a held-out image, whose sample has this target."""
 
     @abc.abstractmethod
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
@@ -102,7 +102,7 @@ class DenseSpec(TaskSpec):
         return self.score_baseline(OtsuBaseline(read_examples(instances)), task, instances)
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
-        dataset = task.val.dataset
+        dataset = task.held_out[task.reported_split].dataset
         for index in range(min(EXAMPLES, len(dataset))):
             image, target = dataset[(0, index)]
             drawing = self.look(model, params.transform, classes, EXAMPLES_MIN_SCORE, image).drawing

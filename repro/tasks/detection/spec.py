@@ -22,13 +22,13 @@ class Detect(DenseSpec):
         "ap50_mask_percent": "mask AP50",
     }
 
-    def open_datasets(self, data: Any, params: DetectParams) -> Datasets:
+    def open_datasets(self, data: Any, params: DetectParams, held_out: Sequence[str]) -> Datasets:
         from ...data.detection import CocoDetection
 
-        splits = {split: data.open_instances(split) for split in ("train", "val")}
-        train = CocoDetection(splits["train"], params.transform, training=True, seed=params.seeds[0])
-        val = CocoDetection(splits["val"], params.transform, training=False)
-        return Datasets(train=train, val=val, classes=tuple(splits["train"].classes), groups=train.groups, alone=True)
+        instances = data.open_instances("train")
+        train = CocoDetection(instances, params.transform, training=True, seed=params.seeds[0])
+        others = {split: CocoDetection(data.open_instances(split), params.transform, training=False) for split in held_out}
+        return Datasets(train=train, held_out=others, classes=tuple(instances.classes), groups=train.groups, alone=True)
 
     def build_head(self, backbone: Any, params: Any, num_classes: int) -> Any:
         from .mask_rcnn import MaskRcnn
@@ -38,11 +38,10 @@ class Detect(DenseSpec):
     def build_task(self, datasets: Datasets, params: DetectParams, **parts: Any) -> Any:
         from .task import Detection
 
-        truth = datasets.val.instances
-        return Detection(annotations=truth.file, category_ids=truth.category_ids, **parts)
+        return Detection(**parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        return {name: value for name, value in last.items() if name.endswith("_percent") or name == "val_images"}
+        return {name: value for name, value in last.items() if name.endswith("_percent") or name == "held_out_images"}
 
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
         import torch
@@ -50,11 +49,11 @@ class Detect(DenseSpec):
         from ...data.pixels import read_pixels
         from .evaluate import coco_metrics, to_results
 
-        val, results = task.val.dataset.instances, []
-        for place, image_id in enumerate(val.image_ids.tolist()):
-            image = torch.from_numpy(read_pixels(val.path(place))).permute(2, 0, 1)
-            results += to_results(image_id, baseline.detect(image), task.category_ids)
-        return coco_metrics(task.annotations, results)
+        truth, results = task.held_out[task.reported_split].dataset.instances, []
+        for place, image_id in enumerate(truth.image_ids.tolist()):
+            image = torch.from_numpy(read_pixels(truth.path(place))).permute(2, 0, 1)
+            results += to_results(image_id, baseline.detect(image), truth.category_ids)
+        return coco_metrics(truth.file, results)
 
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
         return str(target["image_id"])

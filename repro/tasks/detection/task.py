@@ -1,12 +1,9 @@
 """Object detection as a task of the engine: Mask R-CNN's losses, and COCO's average precision."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...data.loader import EvalLoader, TrainLoader
 from ...training.loop import Task
 from .evaluate import coco_metrics, to_results
 from .mask_rcnn import MaskRcnn
@@ -21,17 +18,8 @@ class Detection(Task):
     A batch is a list of images, uint8 (3, H, W), and a list of targets: `boxes` (G, 4), `labels` (G,) in 1..C, `masks` (G, H, W),
     `image_id` and `original_size`, the height and width of the picture in the annotation file.
 
-    Args:
-        annotations: COCO's file of the validation images.
-        category_ids: that file's id of label 1, 2, ...
-        model, train, val, shared: see `Task`.
+    The data sets of the held-out splits are `repro.data.detection.CocoDetection`.
     """
-
-    def __init__(
-        self, model: nn.Module, train: TrainLoader, val: EvalLoader, *, annotations: Path, category_ids: Sequence[int], **shared: Any
-    ):
-        super().__init__(model, train, val, **shared)
-        self.annotations, self.category_ids = annotations, category_ids
 
     def loss(self, network: MaskRcnn, batch: Batch) -> dict[str, Tensor]:
         """The sum of Mask R-CNN's five losses, and each of them."""
@@ -40,17 +28,19 @@ class Detection(Task):
         losses = network(images, targets)
         return {"loss": sum(losses.values()), **losses}
 
-    def evaluate(self, model: MaskRcnn) -> dict[str, float]:
-        """Average precision over the validation images of all ranks, and their number; sizes without objects are left out."""
+    def evaluate(self, model: MaskRcnn, split: str) -> dict[str, float]:
+        """Average precision over the images of a split, of all ranks, and their number; sizes without objects are left out."""
         results, images_seen = [], 0
-        for images, targets in self.val:
+        loader = self.held_out[split]
+        truth = loader.dataset.instances
+        for images, targets in loader:
             images_seen += len(images)
             found = model.detect(images, [target["original_size"] for target in targets])
             for target, detections in zip(targets, found, strict=True):
-                results += to_results(target["image_id"], detections, self.category_ids)
+                results += to_results(target["image_id"], detections, truth.category_ids)
         everyone = self.ranks.gather(results)
-        metrics = coco_metrics(self.annotations, [result for own in everyone for result in own]) if self.ranks.first else {}
-        return self.ranks.from_first(metrics) | {"val_images": int(self.ranks.sum([images_seen])[0])}
+        metrics = coco_metrics(truth.file, [result for own in everyone for result in own]) if self.ranks.first else {}
+        return self.ranks.from_first(metrics) | {"held_out_images": int(self.ranks.sum([images_seen])[0])}
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The size of each image, and its boxes as the model got them."""

@@ -17,13 +17,13 @@ class Segment(DenseSpec):
     features = "each"
     scores: ClassVar[Mapping[str, str]] = {"miou_percent": "mIoU", "aacc_percent": "pixels"}
 
-    def open_datasets(self, data: Any, params: SegmentParams) -> Datasets:
+    def open_datasets(self, data: Any, params: SegmentParams, held_out: Sequence[str]) -> Datasets:
         from .data import AdeSegmentation
 
-        splits = {split: data.open_pairs(split) for split in ("train", "val")}
-        train = AdeSegmentation(splits["train"], params.transform, training=True, seed=params.seeds[0])
-        val = AdeSegmentation(splits["val"], params.transform, training=False)
-        return Datasets(train=train, val=val, classes=tuple(splits["train"].classes), alone=True)
+        pairs = data.open_pairs("train")
+        train = AdeSegmentation(pairs, params.transform, training=True, seed=params.seeds[0])
+        others = {split: AdeSegmentation(data.open_pairs(split), params.transform, training=False) for split in held_out}
+        return Datasets(train=train, held_out=others, classes=tuple(pairs.classes), alone=True)
 
     def build_head(self, backbone: Any, params: Any, num_classes: int) -> Any:
         from .upernet import build_upernet
@@ -37,7 +37,7 @@ class Segment(DenseSpec):
         return Segmentation(transform=params.transform, classes=datasets.classes, **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        scores = {name: last[name] for name in ("miou_percent", "macc_percent", "aacc_percent", "val_images")}
+        scores = {name: last[name] for name in ("miou_percent", "macc_percent", "aacc_percent", "held_out_images")}
         reasons = {f"{name}_reason": "neither labelled nor predicted" for name, iou in task.class_iou_percent.items() if iou is None}
         return scores | {"class_iou_percent": {**task.class_iou_percent, **reasons}}
 
@@ -49,7 +49,8 @@ class Segment(DenseSpec):
         from .data import IGNORED
         from .task import measure
 
-        train, val, objects = task.train.dataset.pairs, task.val.dataset.pairs, len(instances.classes)
+        train, judged = (loader.dataset.pairs for loader in (task.train, task.held_out[task.reported_split]))
+        objects = len(instances.classes)
         counts = sum(np.bincount(train.read(index)[1].ravel(), minlength=IGNORED + 1) for index in range(len(train)))
         background = int(counts[objects + 1 :].argmax()) + objects  # the first classes are the objects
 
@@ -57,7 +58,7 @@ class Segment(DenseSpec):
             return baseline.label_map(image[0], background + 1) - 1
 
         def batches() -> Iterator[Any]:
-            for pixels, values in map(val.read, range(len(val))):
+            for pixels, values in map(judged.read, range(len(judged))):
                 yield torch.from_numpy(pixels).permute(2, 0, 1)[None], torch.from_numpy(values - np.uint8(1))[None]
 
         return measure(label_map, batches(), len(task.classes))[0]

@@ -1,6 +1,6 @@
 """Semantic segmentation: the two heads' losses, and mIoU of what sliding windows predict."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,27 +18,27 @@ from .params import SegmentationTransformSettings
 
 
 class Segmentation(Task):
-    """A model of `build_upernet`; its validation images come one at a time.
+    """A model of `build_upernet`; held-out images come one at a time.
 
     `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no prediction.
 
     Args:
         transform: makes inputs of the model from batches.
         classes: the names of the classes.
-        model, train, val, shared: see `Task`.
+        model, train, held_out, shared: see `Task`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         train: TrainLoader,
-        val: EvalLoader,
+        held_out: Mapping[str, EvalLoader],
         *,
         transform: SegmentationTransformSettings,
         classes: tuple[str, ...],
         **shared: Any,
     ):
-        super().__init__(model, train, val, **shared)
+        super().__init__(model, train, held_out, **shared)
         self.to_input, self.classes = ToInput(transform, self.device), classes
         self.class_iou_percent: dict[str, float | None] = {}
 
@@ -60,9 +60,13 @@ class Segmentation(Task):
             raise UserError("UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size")
         return super().split(batch, parts)
 
-    def evaluate(self, model: mmseg.models.EncoderDecoder) -> dict[str, float]:
-        """Mean IoU, mean accuracy and pixel accuracy in percent over the whole validation split, whatever the number of ranks."""
-        metrics, iou = measure(lambda image, size: label_map(model, self.to_input(image), size), self.val, len(self.classes), self.ranks)
+    def evaluate(self, model: mmseg.models.EncoderDecoder, split: str) -> dict[str, float]:
+        """Mean IoU, mean accuracy and pixel accuracy in percent over a whole split, whatever the number of ranks."""
+
+        def predict(image: Tensor, size: tuple[int, int]) -> Tensor:
+            return label_map(model, self.to_input(image), size)
+
+        metrics, iou = measure(predict, self.held_out[split], len(self.classes), self.ranks)
         self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
         return metrics
 
@@ -98,7 +102,7 @@ def measure(
         ranks: over which the areas are added up.
 
     Returns:
-        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `val_images`; and the IoU
+        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `held_out_images`; and the IoU
         of each class in percent, None where it occurs neither in labels nor in predictions.
     """
     areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
@@ -111,4 +115,4 @@ def measure(
     found = mmseg.evaluation.IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
     means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
     metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}
-    return metrics | {"val_images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]
+    return metrics | {"held_out_images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]
