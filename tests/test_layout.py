@@ -64,7 +64,7 @@ ALLOWED = {
 ALLOWED["stages"] = tuple(ALLOWED)
 ALLOWED["repro.cli"] = ("repro.core", "stages")
 # the part of repro.training that builds and records what the engine trains
-JOBS = ("job", "cells", "grid")
+JOBS = ("job", "cells", "grid", "tune")
 # packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors, huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.measure")
 LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}

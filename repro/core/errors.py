@@ -20,6 +20,14 @@ class RunError(Exception):
     exit_code = 1
 
 
+class Diverged(RunError):
+    """A training whose loss or gradient was not finite in too many steps in a row, of which `step` is the last."""
+
+    def __init__(self, step: int, message: str):
+        super().__init__(message)
+        self.step = step
+
+
 class Interrupted(Exception):
     """A signal ended the run after its state was saved; `where` says what. Exit code 128 + signal number."""
 

@@ -124,7 +124,7 @@ def train_cell(cell: Cell) -> None:
         return
     _collect_files(cell, outcomes, finished)
     metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
-    place = _find_place(job)
+    place = find_place(job)
     if ranks.world_size > 1:
         place["device"] += f", {ranks.world_size} processes"
     identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
@@ -202,11 +202,11 @@ def _find_facts(job: Job) -> dict[str, Any]:
         "micro_batch": job.params.batch_size // world_size // job.accumulate,
         "accumulate": job.accumulate,
         "train_images": len(job.task.train.dataset),
-        **_find_place(job),
+        **find_place(job),
     }
 
 
-def _find_place(job: Job) -> dict[str, str]:
+def find_place(job: Job) -> dict[str, str]:
     """Where the steps run, and by which implementation of the kernels."""
     from ..models.registry import kernel_backend
 

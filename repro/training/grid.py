@@ -1,21 +1,17 @@
 """Training many variants of a model, one process each, beside the graph: finished ones are not trained again, a stopped call continues."""
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
-from ..core.errors import Interrupted, RunError
+from ..core.errors import RunError
 from ..core.record import make_identity, read_json, write_record
-from ..core.runtime import Runtime, choose_device, device_label, usable_cores
+from ..core.runtime import choose_device, device_label
 from ..core.ui import print_table
 from ..measure.speed import RowSpec, measure
 from .cells import find_finished_seeds, train_cell
 from .job import Cell
+from .pool import Work, limit_threads, run_all
 
 BATCHES = (64, 32, 16, 8, 4, 2, 1)  # the first is that of Fig. 6 of Vision-TTT
 DTYPE = {"cpu": "fp32", "cuda": "fp16"}
@@ -56,23 +52,21 @@ def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> No
     """
     waiting = {name: variant for name, variant in variants.items() if variant.missing}
     _show_plan(variants)
-    failed = _train_all(waiting, jobs)
+    works = {name: _make_work(variant) for name, variant in waiting.items()}
+    one = next(iter(variants.values())).cell
+    failed = run_all(works, jobs, one.runtime, one.paths.root)
     for name, variant in variants.items():
         if speed and name not in failed:
             _measure(name, variant)
     if failed:
         reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
-        stage = next(iter(variants.values())).cell.stage
-        raise RunError(f"{stage}: {len(failed)} of {len(variants)} failed, the others are done: {reasons}")
+        raise RunError(f"{one.stage}: {len(failed)} of {len(variants)} failed, the others are done: {reasons}")
 
 
 def train_one(name: str, variant: Variant, *, speed: bool) -> None:
     """Train one variant in this process. Raises as `train_cell`."""
     if variant.missing:
-        runtime, given = variant.cell.runtime, os.environ.get("OMP_NUM_THREADS")
-        if runtime.threads and given:  # the threads that a process was given limit those of params.yaml, which all processes share
-            runtime = dataclasses.replace(runtime, threads=min(runtime.threads, int(given)))
-        train_cell(dataclasses.replace(variant.cell, runtime=runtime))
+        train_cell(dataclasses.replace(variant.cell, runtime=limit_threads(variant.cell.runtime)))
     if speed:
         _measure(name, variant)
 
@@ -107,6 +101,11 @@ def measure_throughput(cell: Cell) -> float | None:
     return row["throughput_img_per_s"]
 
 
+def _make_work(variant: Variant) -> Work:
+    cell = variant.cell
+    return Work(arguments=(cell.stage, *variant.arguments), log=cell.paths.logs(cell.stage, cell.name) / "output.txt")
+
+
 def _has_throughput(cell: Cell) -> bool:
     """Whether the cell's folder has a speed.json of the weights that lie there."""
     return (cell.folder / "speed.json").is_file() and _hash_weights(cell, "speed.json") == _hash_weights(cell, "metrics.json")
@@ -133,62 +132,3 @@ def _show_plan(variants: Mapping[str, Variant]) -> None:
     one = next(iter(variants.values())).cell.params
     shared = f"{len(variants)} variants of {one.model} on {one.data}, {one.epochs} epochs, {len(one.seeds)} seed(s)"
     print(f"{shared}: {waiting} trainings to do", flush=True)
-
-
-def _train_all(waiting: Mapping[str, Variant], jobs: int) -> dict[str, str]:
-    """Train in `jobs` processes at once; variant -> the error of those that failed."""
-    from .loop import catch_signals
-
-    queue = list(waiting.items())
-    running: dict[int, tuple[str, subprocess.Popen, Path, float]] = {}
-    total, finished, failed, told, began = len(queue), 0, {}, False, time.monotonic()
-    with catch_signals(twice=True) as received:
-        while running or (queue and not received):
-            for slot in [slot for slot in range(jobs) if slot not in running and queue and not received]:
-                name, variant = queue.pop(0)
-                log = variant.cell.paths.logs(variant.cell.stage, variant.cell.name) / "output.txt"
-                running[slot] = (name, _start(variant, _find_environment(slot, jobs, variant.cell.runtime), log), log, time.monotonic())
-                print(f"{name}: training, output in {log.relative_to(variant.cell.paths.root)}", flush=True)
-            if received and not told:  # once: a second signal ends a process without its state saved
-                told = True
-                for _, process, _, _ in running.values():
-                    process.send_signal(signal.SIGTERM)
-            time.sleep(1.0 if received else 0.1)
-            for slot, (name, process, log, started) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[slot]
-                finished += 1
-                last = _find_last_line(log)
-                if process.returncode and not received:
-                    failed[name] = last
-                left = (time.monotonic() - began) / finished * (total - finished) / 60
-                print(f"[{finished} of {total}, about {left:.0f} min left] {last} ({time.monotonic() - started:.0f} s)", flush=True)
-    if received:
-        raise Interrupted(received[0], f"{finished} of {total} variants ended, each with its state kept")
-    return failed
-
-
-def _start(variant: Variant, environment: Mapping[str, str], log: Path) -> subprocess.Popen:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "repro", variant.cell.stage, *variant.arguments]
-    with open(log, "w", encoding="utf-8") as stream:
-        # in its own session: a Ctrl-C in the terminal reaches it once, and only through this process
-        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-
-
-def _find_last_line(log: Path) -> str:
-    """The error in a log, which may stand before what the process still wrote when it ended, else the last line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
-    return next((line for line in reversed(lines) if line.startswith("repro: ")), lines[-1]).removeprefix("repro: ")
-
-
-def _find_environment(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
-    """The environment of a process: its GPU, or its share of the threads."""
-    if choose_device(runtime.device).type == "cuda":
-        import torch
-
-        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-        return os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
-    threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
-    return os.environ | {"OMP_NUM_THREADS": str(max(1, threads // jobs))}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import RunError, UserError
+from ..core.errors import Diverged, UserError
 from ..core.record import atomic
 from .checkpoint import set_rng_state
 
@@ -29,7 +29,7 @@ def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, 
         rng: the random states before the step.
 
     Raises:
-        RunError: always.
+        Diverged: always.
     """
     step, epoch, scale = run.step, len(run.curve), training.scaler.get_scale()
     set_rng_state(rng)
@@ -41,9 +41,10 @@ def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, 
         content |= {"accumulate": training.accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
         with atomic(path) as temporary:
             torch.save(content, temporary)
-    raise RunError(
+    raise Diverged(
+        step,
         f"step {step}: loss or gradient not finite, {run.bad_in_a_row} steps in a row; the last one is in {path}: "
-        f"for a classifier, `repro pretrain --replay-bad-step {path}` runs it again"
+        f"for a classifier, `repro pretrain --replay-bad-step {path}` runs it again",
     )
 
 

@@ -1,0 +1,30 @@
+"""`repro tune`: the same small search of learning rate and warm-up for each classifier on embedded data, by its score on `tune`."""
+
+from typing import Annotated
+
+import typer
+
+from repro.tasks.classification.spec import SPEC
+
+from . import Stage
+
+STAGE = Stage(purpose="check")
+
+
+def command(
+    data: Annotated[str, typer.Option(help="A cell of `prepare_data` of an embedded kind, e.g. digits.")],
+    cell: Annotated[str | None, typer.Option(help="One cell of `pretrain` or `baselines`; without it, all on this data.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials that train at once, over the GPUs; on a CPU they share the threads.")] = 1,
+    trial: Annotated[int | None, typer.Option(help="With --cell: train only this one of its trials, in this process.")] = None,
+) -> None:
+    """Choose learning rates; the records go to results/measured."""
+    from repro.core.errors import UserError
+    from repro.training.tune import find_searches, run_searches, run_trial
+
+    if trial is not None and cell is None:
+        raise UserError("tune: --trial is one of a cell; name the cell with --cell")
+    searches = find_searches(SPEC, data, cell)
+    if trial is None:
+        run_searches(searches, jobs=jobs)
+    else:
+        run_trial(searches[0], trial)

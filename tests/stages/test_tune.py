@@ -1,0 +1,106 @@
+"""`repro tune` as a user runs it: a real search, its rule by hand, and every wrong input as one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import load_section, load_yaml
+from repro.core.record import read_json
+from repro.tasks.classification.spec import SPEC
+from repro.training.tune import STAGES, TuneParams, choose
+
+ROOT = Path(__file__).parents[2]
+# the second rate is so high that its training ends
+SEARCH = "tune: {lr: [3.0e-3, 1.0e+30], warmup_epochs: [0], seed: 7}\n"
+
+
+@pytest.fixture
+def ready(checkout) -> Path:
+    """The checkout with a search of two trials of one epoch."""
+    text = Path("params.yaml").read_text().replace("    epochs: 2\n", "    epochs: 1\n    max_bad_steps: 2\n", 1).replace("[0, 2]", "[]")
+    Path("params.yaml").write_text(text.replace("warmup_epochs: 0}", "warmup_epochs: 0, clip_grad_norm: null}") + SEARCH)
+    return checkout
+
+
+def trial(score, lr, warmup_epochs, diverged=False):
+    return {"top1_percent": score, "lr": lr, "warmup_epochs": warmup_epochs, "diverged": diverged}
+
+
+def test_the_rule_by_hand():
+    """The highest score; among equals the lower rate, then the shorter warm-up; one that diverged never."""
+    best = trial(90.0, 1e-3, 1)
+    others = [trial(89.0, 5e-4, 1), trial(90.0, 2e-3, 1), trial(90.0, 1e-3, 2), trial(None, 5e-4, 1, diverged=True)]
+    assert choose([*others, best], "top1_percent") is best and choose([best, *others], "top1_percent") is best
+    assert choose(others[-1:], "top1_percent") is None
+
+
+def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
+    code, out, err = repro_cli("tune", "--data", "digits", "--cell", "nano", "--trial", "2")
+    assert code == 0 and "nano_lr1e+30_warmup0: diverged" in out, err
+    for image in Path("data/digits/test").rglob("*.png"):  # whoever read it would end with an error
+        image.write_bytes(b"\0" * image.stat().st_size)
+    _accept_data()
+    code, out, err = repro_cli("tune", "--data", "digits", "--cell", "nano", "--trial", "2")
+    assert code == 0, err
+    code, out, err = repro_cli("tune", "--data", "digits")
+    assert code == 0 and "1 cells, 2 trials: 1 trainings to do" in out, err
+    (file,) = Path("results/measured").glob("*/tune/nano.json")
+    metrics = json.loads(file.read_text())["metrics"]
+    first, second = metrics["trials"]
+    assert (first["lr"], first["warmup_epochs"], first["diverged"]) == (3e-3, 0, False)
+    assert 5 < first["top1_percent"] <= 100 and first["train_loss"] > 0
+    assert second["diverged"] and second["top1_percent"] is None and "not finite" in second["reason"]
+    assert metrics["chosen"] == {"lr": 3e-3, "warmup_epochs": 0} and (metrics["split"], metrics["seed"]) == ("tune", 7)
+    assert "chosen" in out and not list(Path(".runs/tune").glob("*/*"))
+    before = file.stat().st_mtime_ns
+    code, out, _ = repro_cli("tune", "--data", "digits")
+    assert code == 0 and "0 trainings to do" in out and file.stat().st_mtime_ns == before
+    Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seed: 7", "seed: 8"))
+    code, _, err = repro_cli("tune", "--data", "digits")
+    assert (code, err.count("\n")) == (2, 1) and "holds a search with other params; move the file away" in err
+
+
+def _accept_data():
+    from repro.data.manifest import read_manifest, write_manifest
+    from repro.data.prepare import scan_manifest
+
+    file = Path("results/prepare_data/digits/manifest.json")
+    write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
+
+
+@pytest.mark.parametrize(
+    ("search", "arguments", "message"),
+    [
+        (SEARCH, ["--data", "imagenet"], "--data imagenet: is of kind imagenet, which has no split tune to choose on"),
+        (SEARCH, ["--data", "digits", "--cell", "nanno"], "--cell nanno: no cell of pretrain or baselines on digits; did you mean 'nano'?"),
+        (SEARCH, ["--data", "digits", "--trial", "1"], "name the cell with --cell"),
+        (SEARCH, ["--data", "digits", "--cell", "nano", "--trial", "3"], "--trial 3: nano has the trials 1 to 2"),
+        ("tune: {seed: 0, warmup_epochs: [0]}\n", ["--data", "digits"], "tune.seed: 0 is a seed of pretrain.nano"),
+        ("tune: {lr: []}\n", ["--data", "digits"], "lr: [], expected one or more, each once"),
+        ("tune: {lr: [0.0]}\n", ["--data", "digits"], "tune.lr: 0.0 is out of range"),
+        ("tune: {warmup_epochs: [0, 2]}\n", ["--data", "digits"], "tune.warmup_epochs: 2, and pretrain.nano trains 2 epochs"),
+    ],
+)
+def test_wrong_input_is_one_line(checkout, repro_cli, search, arguments, message):
+    Path("params.yaml").write_text(Path("params.yaml").read_text() + search)
+    code, _, err = repro_cli("tune", *arguments)
+    assert (code, err.count("\n")) == (2, 1) and message in err
+    assert not Path(".runs").exists()
+
+
+@pytest.mark.parametrize("profile", ["params.yaml", "profiles/mini.yaml"])
+def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
+    load_section(TuneParams, ROOT / profile, "tune")
+    records = sorted(ROOT.glob("results/measured/*/tune/*.json"))
+    chosen = {
+        read_json(file)["metrics"]["cell"]: read_json(file)["metrics"]["chosen"] for file in records if not file.name.endswith(".run.json")
+    }
+    if not chosen:
+        pytest.skip("no search is recorded")
+    content = load_yaml(ROOT / profile)
+    for name, found in chosen.items():
+        stage, cell = name.split(".")
+        assert stage in STAGES and cell in content[stage]
+        optim = load_section(SPEC.params, ROOT / profile, stage, cell).optim
+        assert {key: getattr(optim, key) for key in found} == found, name
