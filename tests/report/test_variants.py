@@ -5,7 +5,7 @@ import pytest
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
-from repro.report.variants import draw_variants, find_drawn, find_groups, find_orders, find_shown, variants_section
+from repro.report.variants import draw_variants, find_drawn, find_ends, find_groups, find_orders, find_shown, variants_section
 
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
@@ -151,3 +151,10 @@ def test_nothing_trained_says_how(checkout):
     assert "No variant is trained yet: `repro ablate`" in parts(checkout)[0]
     draw_variants(checkout.report(), checkout.paths.results / "figures")
     assert not (checkout.paths.results / "figures").exists()
+
+
+def test_whether_a_curve_still_rises_is_read_on_one_split():
+    """The score that is reported, on other images, may be lower than the curve's last but one."""
+    on_tune = {"top1_percent": 80.0, "tune_top1_percent": 90.0, "tune_top1_previous_percent": 89.0}
+    assert find_ends(on_tune) == (89.0, 90.0)
+    assert find_ends({"top1_percent": 80.0, "top1_previous_percent": 79.0}) == (79.0, 80.0)
