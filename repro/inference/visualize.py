@@ -160,6 +160,8 @@ def _compare_fields(
         shapes[label] = shape
         modules.append(family_module(classifier.checkpoint.model))
         numbers[label] = {"model": classifier.name, "image_size": classifier.transform.image_size, **dataclasses.asdict(shape)}
+        if source.weights:
+            numbers[label]["weights"] = source.weights
         profile = list(enumerate(shape.share_within))[::PROFILE_STEP_PX]
         numbers[label]["share_within"] = {f"{radius}_px": share for radius, share in profile}
         if shape.share_ahead is None:

@@ -19,7 +19,7 @@ from .paper import Contest, Question
 from .records import Source
 from .results import Results, SpeedGroup
 from .variants import find_shown
-from .verdicts import KINDS, MATCHED, NOT_MEASURED, Verdict, describe_counts, format_ours, significant
+from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and its device, profile and scope
@@ -87,22 +87,19 @@ def draw_contest(report: Report, folder: Path) -> None:
     against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
 
 
-def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Line, Table]:
-    """Our verdicts in a sentence, and a table of facts in which every row names its device, its profile and its scope.
+def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]:
+    """A table of facts in which every row names its device, its profile and its scope, and our verdicts in a sentence.
 
-    That of `readme` begins with the time of the pipeline, and has no facts without a number of ours: README says in words what is not
-    measured.
+    What the paper says of its own model comes first. That of `readme` also has the time of the pipeline.
     """
     paper, results = report.paper, report.results
     counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
     facts: list[Fact] = []
+    for question in paper.questions:
+        facts.append(_answer(question, [report.verdicts[name] for name in question.find(paper.ledger)], report))
     if readme and (pipeline := results.paths.results / PIPELINE_FILE).is_file():
         noted = read_json(pipeline)
         facts.append((("the stages of ", code("make reproduce")), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
-    for question in paper.questions:
-        own = [report.verdicts[name] for name in question.find(paper.ledger)]
-        if not readme or any(verdict.ours is not None for verdict in own):
-            facts.append(_answer(question, own, report))
     if paper.primary:
         facts += _embedded_scores(report, 1 if readme else None)
     if paper.contest:
@@ -112,7 +109,7 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Line, Table]
         facts.append(("anything on a GPU", ", ".join(gpus), "devices of the records"))
     elif not readme:
         facts.append(("anything on a GPU", strong("not measured"), "no record is of a GPU"))
-    return (counts,), table(["", "ours", "device, profile, scope"], facts)
+    return table(["", "ours", "device, profile, scope"], facts), (counts,)
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -143,11 +140,11 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
     origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
+    words = [verdict.status for verdict in own]
+    matched, truncated = (words.count(status.word) for status in (MATCHED, TRUNCATED))
+    text = f"{matched + truncated} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
     if all(verdict.ours is None for verdict in own):
-        return question.label, f"none of {len(own)} is measured", origin
-    matched = [verdict.how for verdict in own if verdict.status == MATCHED.word]
-    truncated = matched.count("truncation")
-    text = f"{len(matched)} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+        text += "; none is measured"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
         ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
@@ -160,14 +157,18 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
     """The pipeline's runs on embedded data, one row for each data set and task; they are compared with no number of the paper."""
     results, shown_elsewhere = report.results, find_shown(report)
     groups: dict[tuple[str, str], list[Source]] = {}
+    labels_of: dict[tuple[str, str], Mapping[str, str]] = {}
     for source in results.score_sources:
         labels = results.scores.get(source.stage or "", {})
         if labels and not results.is_full(source) and source.path not in shown_elsewhere:
-            groups.setdefault((source.metrics["data"], next(iter(labels))), []).append(source)
+            group = source.metrics["data"], next(iter(labels))
+            groups.setdefault(group, []).append(source)
+            labels_of[group] = labels
+    groups = {key: _prefer_seeds(sources, report) for key, sources in groups.items()}
     facts = []
     for (data, key), sources in groups.items():
         first = sources[0].metrics
-        labels = dict(list(results.scores[sources[0].stage or ""].items())[:most_scores])
+        labels = dict(list(labels_of[data, key].items())[:most_scores])
         if len(sources) == 1:
             ours = f"{first['model'].partition('_patch')[0]}: {format_scores(first, labels, 1)}"
         else:
@@ -182,6 +183,21 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
     return facts
+
+
+def _prefer_seeds(sources: list[Source], report: Report) -> list[Source]:
+    """The records of the pipeline; where the same training was repeated by hand with more seeds, that record instead."""
+    results = report.results
+
+    def key(source: Source) -> tuple:
+        return results.model_key(source.metrics, source.path), source.metrics.get("recipe_hash")
+
+    repeated: dict[tuple, Source] = {}
+    for source in results.score_sources:
+        if source.is_trained and source.stage is None:
+            repeated[key(source)] = max(repeated.get(key(source), source), source, key=lambda each: len(each.metrics["by_seed"]))
+    rivals = [(source, repeated.get(key(source), source)) for source in sources]
+    return [max(pair, key=lambda each: len(each.metrics.get("by_seed", ()))) for pair in rivals]
 
 
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:

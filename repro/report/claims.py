@@ -12,7 +12,22 @@ from .expressions import Expression
 from .ledger import Claim, Entry, Relation
 from .paper import Paper
 from .results import Choose, Missing, Results, SpeedGroup
-from .verdicts import DIFFERS, INCONSISTENT, MATCHED, NOT_MEASURED, OPEN, Elsewhere, Verdict
+from .verdicts import (
+    DECLARED,
+    EXPLAINED,
+    FITTED,
+    INCONSISTENT,
+    MATCHED,
+    NOT_MEASURABLE,
+    NOT_MEASURED,
+    OPEN,
+    TRUNCATED,
+    UNEXPLAINED,
+    Elsewhere,
+    Status,
+    Verdict,
+    significant,
+)
 
 _SPEEDS = {"fps", "memory_mib"}
 _COSTS = {*_SPEEDS, "macs_g", "macs_saved_percent", "operator"}
@@ -79,9 +94,12 @@ class _Judge:
         violations = [evidence for evidence in decided if evidence]
         evidence = entry.contradiction or "; ".join(violations) or None
         found = {"entry": entry, "evidence": evidence, "checks": len(decided), "violations": len(violations)}
+        if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
+            elsewhere = tuple(self._elsewhere(entry))
+            return Verdict(**found | {"evidence": why}, status=NOT_MEASURABLE.word, reason=why, command="none", elsewhere=elsewhere)
         self.results.used.clear()
         try:
-            ours = self._ours(entry, self.paper_group)
+            ours, is_declared = self._ours_or_declared(entry)
         except Missing as missing:
             reason, command = missing.args
             status = INCONSISTENT if evidence else NOT_MEASURED
@@ -92,22 +110,45 @@ class _Judge:
         if entry.printed is not None:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
-        status = INCONSISTENT if evidence else MATCHED if how else DIFFERS
-        return Verdict(**found, status=status.word, ours=ours, how=how, delta=delta)
+        explanation = None if how else self._explain(entry)
+        compared = _compare(entry, how, explanation, is_declared)
+        status = INCONSISTENT if evidence else compared
+        return Verdict(**found, status=status.word, compared=compared.word, ours=ours, how=how, delta=delta, explanation=explanation)
+
+    def _ours_or_declared(self, entry: Entry) -> tuple[Number | bool, bool]:
+        """Our counterpart, and whether it is only declared; `Missing` where there is neither."""
+        try:
+            return self._ours(entry, self.paper_group), False
+        except Missing:
+            if entry.declared is None:
+                raise
+        return self._evaluate_ours(entry.declared, self.paper_group), True
+
+    def _explain(self, entry: Entry) -> str | None:
+        """Why ours differs, with its evidence; None where no explanation stands up to its computation."""
+        for explanation in entry.explanations:
+            if explanation.source is not None:
+                return f"{explanation.text} ({explanation.source})"
+            try:
+                shown = self._of_paper(explanation.expression, counted=True)
+            except Missing:
+                continue
+            stands = shown if isinstance(shown, bool) else agreement(shown, entry.printed or "")
+            if stands:
+                places = 3 if entry.printed is None else decimals(entry.printed) + 2
+                return explanation.text.format(computed="" if isinstance(shown, bool) else _format_computed(shown, places))
+        return None
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
-        """Evidence that the paper's own numbers violate a relation; None where they do not."""
+        """Evidence that the paper's own numbers violate a relation; None where they do not, or where rounding could explain it."""
         if relation.requires is not None:
             if self._of_paper(relation.expression):
                 return None
-            computed, places = self._of_paper(relation.expression.left), 3 if entry.printed is None else 1
-            return relation.because.format(computed=_format_computed(computed, places))
-        # a count of the model that the paper names is ours; everything else is the paper's own
-        computed = self._of_paper(relation.expression, counted=relation.equals_count is not None)
-        if _satisfies(computed, entry, relation):
+            return relation.because.format(computed=significant(float(self._of_paper(relation.expression.left))))
+        computed = self._of_paper(relation.expression)
+        if _satisfies(computed, entry, relation) or self._explained_by_rounding(entry, relation):
             return None
-        rounding = "; the digits that the paper cut off could explain it" if self._explained_by_rounding(entry, relation) else ""
-        return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1)) + rounding
+        return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1))
 
     def _explained_by_rounding(self, entry: Entry, relation: Relation) -> bool:
         """Whether the relation holds for some operands that round or truncate to the printed ones, tried at their extremes."""
@@ -189,6 +230,17 @@ class _Judge:
         if words[:1] != ["repro"] or words[1] in self.verbs:
             return command
         return f"{command.partition('  #')[0]}  # not built yet"
+
+
+def _compare(entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
+    """What ours comes to beside the paper's; only independent numbers can match."""
+    if how is None:
+        return EXPLAINED if explanation else UNEXPLAINED
+    if is_declared or entry.kind == "setting":
+        return DECLARED
+    if entry.fitted is not None:
+        return FITTED
+    return TRUNCATED if how == "truncation" else MATCHED
 
 
 def _raise_missing(reason: str, command: str) -> Callable:

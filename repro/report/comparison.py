@@ -5,9 +5,25 @@ from collections.abc import Iterable, Sequence
 from .claims import Report, is_of_cost
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry, Table
-from .verdicts import INCONSISTENT, KINDS, NOT_MEASURED, OPEN, STATUSES, Verdict, count_statuses, format_counts, format_ours, status_line
+from .verdicts import (
+    CONSISTENT,
+    EXPLAINED,
+    INCONSISTENT,
+    KINDS,
+    NOT_MEASURABLE,
+    NOT_MEASURED,
+    OPEN,
+    STATUSES,
+    UNEXPLAINED,
+    Verdict,
+    count_statuses,
+    format_counts,
+    format_ours,
+    status_line,
+)
 
 CONTRADICTIONS = "Where the paper contradicts itself"
+DIFFERENCES = "Why ours differs"
 
 
 def how_to_read(report: Report) -> Section:
@@ -39,8 +55,11 @@ def summary(report: Report) -> Section:
     violations = sum(verdict.violations for verdict in report.all)
     text = (
         f"{checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text, the "
-        f"same model in two tables, formulas, counts of named models): {checks - violations} hold, {violations} do not."
+        f"same model in two tables, formulas): {checks - violations} hold, {violations} do not."
     )
+    own = [verdict for verdict in report.all if verdict.status == NOT_MEASURED.word]
+    consistent = sum(verdict.mark is CONSISTENT for verdict in own)
+    text += f" Of the {len(own)} entries that are not measured, {consistent} are in such relations, and consistent with the paper's tables."
     return Section("Summary", [table(["entries of the ledger", *STATUSES, "all"], rows), (text,)])
 
 
@@ -103,11 +122,37 @@ def contradictions(report: Report) -> Section:
         ["; ".join(dict.fromkeys(entry.place for entry in entries)), _prints(entries[-1]), evidence]
         for (_, _, evidence), entries in groups.items()
     ]
-    text = (
-        "Numbers are recomputed by code from the paper's own, or counted on the published model that a row names; formulas were compared "
-        "by hand."
-    )
+    text = "Numbers are recomputed by code from the paper's own; formulas and sentences were compared by hand."
     return Section(CONTRADICTIONS, [(text,), table(["where", "it prints", "but"], rows)])
+
+
+def differences(report: Report) -> Section:
+    """Every number of ours that differs, with the reason; entries of one reason share a row."""
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in report.all:
+        if verdict.compared in (EXPLAINED.word, UNEXPLAINED.word) and verdict.status != INCONSISTENT.word:
+            groups.setdefault(verdict.explanation or "", []).append(verdict)
+    rows: list[list[Piece | Line]] = []
+    for why, own in sorted(groups.items(), key=lambda item: not item[0]):
+        shown = [(f"{each.entry.printed or each.entry.says} → ", format_ours(each)) for each in own]
+        rows.append([", ".join(each.entry.id for each in own), join(shown, "; "), why or strong("unexplained")])
+    text = "An explanation has its evidence: a computation that the report repeats, or a source. What has neither is unexplained."
+    return Section(DIFFERENCES, [(text,), table(["entries", "paper → ours", "why"], rows)])
+
+
+def not_measurable(report: Report) -> list[Section]:
+    """What nobody can have measured as the paper describes it; no section without such entries."""
+    groups: dict[str | None, list[Verdict]] = {}
+    for verdict in report.all:
+        if verdict.status == NOT_MEASURABLE.word:
+            groups.setdefault(verdict.evidence, []).append(verdict)
+    if not groups:
+        return []
+    rows = [
+        ["; ".join(dict.fromkeys(each.entry.place for each in own)), join([_prints(each.entry) for each in own], "; "), why or ""]
+        for why, own in groups.items()
+    ]
+    return [Section("Not measurable as described", [table(["where", "it prints", "but"], rows)])]
 
 
 def not_measured(report: Report) -> Section:
@@ -140,8 +185,7 @@ def _compare(verdict: Verdict) -> Piece | Line:
     printed = verdict.entry.printed or ""
     if verdict.ours is not None:
         return Comparison(printed, format_ours(verdict), status_line(verdict))
-    status = STATUSES[verdict.status]
-    return (f"{printed} ", status) if status is INCONSISTENT else Comparison(printed, status)
+    return (f"{printed} ", verdict.mark) if verdict.evidence else Comparison(printed, verdict.mark)
 
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
@@ -154,6 +198,9 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
             notes += [(verdict.reason,) for verdict in own if verdict.status == NOT_MEASURED.word and verdict.reason]
             if any(verdict.status == INCONSISTENT.word for verdict in own):
                 notes.append((Link("⚠ why", CONTRADICTIONS),))
+            if any(verdict.compared in (EXPLAINED.word, UNEXPLAINED.word) for verdict in own):
+                notes.append((Link("≠ why", DIFFERENCES),))
+            notes += [(verdict.evidence,) for verdict in own if verdict.status == NOT_MEASURABLE.word and verdict.evidence]
         ours, statuses = _merge([(format_ours(verdict),) for verdict in own]), _merge([status_line(verdict) for verdict in own])
         rows.append([claim.place, claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")])
     return table(["where", "the paper says", "ours", "status", "note"], rows)

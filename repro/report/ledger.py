@@ -36,14 +36,31 @@ class Relation:
 
     id: str
     equals: str | None = None
-    equals_count: str | None = None
     within_percent: str | None = None
     requires: str | None = None
     because: str = _BECAUSE
 
     @cached_property
     def expression(self) -> Expression:
-        return Expression.parse(self.equals or self.equals_count or self.requires or "")
+        return Expression.parse(self.equals or self.requires or "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why our numbers of some entries differ from the paper's. Its evidence is a computation, `shows`, or a `source`."""
+
+    ids: tuple[str, ...]
+    text: str  # may contain {computed}
+    shows: str | None = None  # an expression; it must give the paper's printed number, or hold
+    source: str | None = None  # a published text, with its place
+
+    def __post_init__(self) -> None:
+        if (self.shows is None) == (self.source is None):
+            raise ValueError(f"{', '.join(self.ids)}: an explanation has either `shows` or `source`")
+
+    @cached_property
+    def expression(self) -> Expression | None:
+        return Expression.parse(self.shows) if self.shows else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +75,11 @@ class Entry:
     printed: str | None = None  # the number as printed; None for statements
     relations: tuple[Relation, ...] = ()  # a statement requires itself
     contradiction: str | None = None  # evidence that only reading shows
+    measurable: Relation | None = None  # the condition without which nobody can have measured the number as described
+    explanations: tuple[Explanation, ...] = ()  # why ours may differ
+    fitted: str | None = None  # what of our convention was fitted to such rows, and how often it was tried
     ours: Expression | None = None  # our counterpart; where there is none, `reason` and `command` say why and what would show it
+    declared: Expression | None = None  # where we say the same, without evidence; it is asked where `ours` has no number
     reason: str | None = None
     command: str | None = None
 
@@ -71,12 +92,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a table. `ours` may use {model}, {size} and the other keys of a row."""
+    """A column of a table. `ours` may use {model}, {size} and the other keys of a row; `by_formula` stands for it where no model is built."""
 
     label: str
     unit: str
     kind: Kind
     ours: str
+    by_formula: str | None = None
+    fitted: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +139,7 @@ class Table:
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
         """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
-        is_built = bool(row["model"])
+        ours = column.ours if row["model"] else column.by_formula
         family = row["label"].rpartition("-")[0] or row["label"]
         return Entry(
             id=entry_id,
@@ -126,9 +149,10 @@ class Table:
             unit=column.unit,
             printed=row[name],
             relations=tuple(relation for relation in relations if relation.id == entry_id),
-            ours=Expression.parse(column.ours.format(**row)) if is_built else None,
-            reason=None if is_built else f"{family} is not built in this project",
-            command=None if is_built else "none until the model is built",
+            fitted=column.fitted,
+            ours=Expression.parse(ours.format(**row)) if ours else None,
+            reason=None if ours else f"{family} is not built in this project",
+            command=None if ours else "none until the model is built",
         )
 
 
@@ -137,13 +161,16 @@ class _Answer:
     """Our counterpart of what the text says, or why there is none and what would show it."""
 
     ours: str | None = None
+    declared: str | None = None
+    fitted: str | None = None
     reason: str | None = None
     command: str | None = None
 
     def fields(self, by_default: str | None) -> dict[str, Any]:
         """The same as fields of an entry. Where `ours` is not given, our numbers are asked what the paper's are: `by_default`."""
-        text = self.ours or (None if self.reason else by_default)
-        return {"ours": Expression.parse(text) if text else None, "reason": self.reason, "command": self.command}
+        text = self.ours or (None if self.reason or self.declared else by_default)
+        parsed = {name: Expression.parse(each) if each else None for name, each in (("ours", text), ("declared", self.declared))}
+        return {**parsed, "fitted": self.fitted, "reason": self.reason, "command": self.command}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +180,7 @@ class Value(_Answer):
     printed: str
     equals: str | None = None
     requires: str | None = None
+    measurable: str | None = None
     because: str = _BECAUSE
 
 
@@ -165,6 +193,7 @@ class Claim(_Answer):
     says: str
     kind: Kind
     unit: str = ""
+    about: str = ""  # which size of the model a statement is about that names none, and why
     values: dict[str, Value] = dataclasses.field(default_factory=dict)
     holds: str | None = None
     contradiction: str | None = None
@@ -181,7 +210,9 @@ class Claim(_Answer):
         for key, value in self.values.items():
             name = f"{self.id}_{key}"
             rules = _relations(name, value.because, equals=value.equals, requires=value.requires)
-            entries.append(Entry(id=name, **about, printed=value.printed, relations=rules, **value.fields(value.equals)))
+            condition = Relation(id=name, requires=value.measurable, because=value.because) if value.measurable else None
+            fields = value.fields(value.equals)
+            entries.append(Entry(id=name, **about, printed=value.printed, relations=rules, measurable=condition, **fields))
         return tuple(entries)
 
 
@@ -193,6 +224,7 @@ class Ledger:
     tables: tuple[Table, ...] = ()
     relations: tuple[Relation, ...] = ()
     claims: tuple[Claim, ...] = ()
+    explanations: tuple[Explanation, ...] = ()
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -205,7 +237,11 @@ class Ledger:
         for entry in listed:
             if found[entry.id] is not entry:
                 raise ValueError(f"ledger: {entry.id} is there twice")
-        return found
+        reasons: dict[str, tuple[Explanation, ...]] = {}
+        for explanation in self.explanations:
+            for name in explanation.ids:
+                reasons[name] = (*reasons.get(name, ()), explanation)
+        return {name: dataclasses.replace(entry, explanations=reasons.get(name, ())) for name, entry in found.items()}
 
     def table(self, table_id: str) -> Table:
         """The table of this id; a `UserError` names those that there are."""
@@ -232,15 +268,34 @@ def load_ledger(path: Path) -> Ledger:
     with open(path, encoding="utf-8") as stream:
         ledger: Ledger = build(Ledger, yaml.load(stream, Loader=_TextLoader), path.name)
     named = [(relation.id, relation.id) for relation in ledger.relations]
+    named += [(name, name) for explanation in ledger.explanations for name in explanation.ids]
+    for claim in ledger.claims:
+        if narrowed := find_narrowed(claim):
+            raise ValueError(f"ledger: {claim.id}: the statement is narrowed: it names no size, and is judged for {narrowed} alone")
     for entry in ledger.entries.values():
-        expressions = [entry.ours, *(relation.expression for relation in entry.relations)]
+        reasons = [*entry.relations, *entry.explanations, *([entry.measurable] if entry.measurable else [])]
+        expressions = [entry.ours, entry.declared, *(each.expression for each in reasons)]
         named += [(name, entry.id) for expression in expressions if expression for name in expression.references]
-        if not entry.ours and not (entry.reason and entry.command):
+        if not entry.ours and not entry.declared and not (entry.reason and entry.command):
             raise ValueError(f"ledger: {entry.id}: has neither `ours` nor a reason and a command")
     for name, where in named:
         if name not in ledger.entries:
             raise ValueError(f"ledger: {where}: no entry {name}")
     return ledger
+
+
+_SIZES = {"T": ("tiny", "_t"), "S": ("small", "_s"), "B": ("base", "_b")}
+_ASKED_SIZE = re.compile(r"_(tiny|small|base)_|\w+(_[tsb])\.\w+")
+
+
+def find_narrowed(claim: Claim) -> str | None:
+    """The sizes, e.g. `S, B`, to which a statement is narrowed: it names none, and its expressions ask for some of T, S and B only."""
+    if claim.kind != "statement" or claim.about or re.search(r"-[TSB]\b", claim.says):
+        return None
+    text = f"{claim.holds or ''} {claim.ours or ''}"
+    found = {word for match in _ASKED_SIZE.finditer(text) for word in match.groups() if word}
+    asked = [size for size, names in _SIZES.items() if found & set(names)]
+    return ", ".join(asked) if 0 < len(asked) < len(_SIZES) else None
 
 
 def _relations(entry_id: str, because: str, **rules: str | None) -> tuple[Relation, ...]:

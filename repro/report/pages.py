@@ -89,8 +89,9 @@ def build_document(report: Report) -> list[Section]:
         page.append(comparison.cost_claims(report))
     if paper.primary:
         page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), examples_section(report)]
-    page += [comparison.all_claims(report), comparison.contradictions(report)]
-    page += [comparison.not_measured(report), comparison.where_checked(report)]
+    page += [section for build_section in paper.sections for section in build_section(report)]
+    page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]
+    page += [*comparison.not_measurable(report), comparison.not_measured(report), comparison.where_checked(report)]
     if paper.primary:
         page.append(measured.provenance(results))
     return page

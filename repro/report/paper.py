@@ -124,6 +124,8 @@ class Paper:
     pictures: tuple[str, ...] = ()  # patterns of the pictures on top of its page, relative to results/
     figures: tuple[Figure, ...] = ()  # in the paper's order
     variants: Variants | None = None  # what it ablates
+    # what its page also says: functions of a `repro.report.claims.Report`; none where there are no records for it
+    sections: tuple[Callable[[Any], Sequence[Section]], ...] = ()
     documents: tuple[Document, ...] = ()  # further pages
 
     @cached_property

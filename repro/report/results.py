@@ -124,6 +124,9 @@ class Results:
             "accuracy": self._score,
             "images": self._images,
             "profile": self._profile,
+            "profile_setting": self._profile_setting,
+            "expected": self._expected,
+            "theory": self._theory,
             "operator": self._operator,
         }
 
@@ -263,7 +266,28 @@ class Results:
         if value is None:
             raise Missing(f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds", command)
         self.used.add("profiles/paper.yaml")
+        return value[-1] if isinstance(value, list) else value  # of several sizes in training, evaluation takes the last
+
+    def _profile_setting(self, section: str, key: str) -> float:
+        value = (self._paper_profile.get(section) or {}).get(key)
+        if value is None:
+            raise Missing(f"profiles/paper.yaml does not state {section}.{key}", "repro profile show paper")
+        self.used.add("profiles/paper.yaml")
         return value
+
+    def _expected(self, kind: str, split: str) -> int:
+        for cell in (self._paper_profile.get("prepare_data") or {}).values():
+            if cell.get("kind") == kind and split in (cell.get("expected") or {}):
+                self.used.add("profiles/paper.yaml")
+                return cell["expected"][split]
+        raise Missing(f"profiles/paper.yaml has no data set of kind {kind}", "repro profile show paper")
+
+    def _theory(self, key: str) -> float:
+        for source in self.sources:
+            if source.stage == "theory":
+                self.used.add(source.path)
+                return check_mapping(source.metrics["theorems"], f"{source.path}: metrics.theorems")[key]
+        raise Missing("not computed yet", "repro theory")
 
     def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Mapping[str, Any]:
         """The row that gives a field; `Missing` where none may."""
@@ -295,10 +319,11 @@ class Results:
     def _operator(self, key: str) -> float:
         for source in self.sources:
             operator = source.metrics.get("op")
-            if isinstance(operator, Mapping) and operator.get(key) is not None:
+            # the claims are about the kernels, and on a CPU none runs
+            if isinstance(operator, Mapping) and operator.get(key) is not None and source.device.startswith("cuda"):
                 self.used.add(source.path)
                 return operator[key]
-        raise Missing("the reference path was not measured against the kernel", "repro kernels bench")
+        raise Missing("the reference path was not measured against the kernel on a GPU", "repro efficiency  # on a GPU")
 
 
 def size_of(row: Mapping[str, Any]) -> str:

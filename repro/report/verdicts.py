@@ -20,27 +20,53 @@ class Status(Mark):
     counted: str  # how many entries have it, as part of a sentence
 
 
-MATCHED = Status(
-    "✓",
-    "matched",
-    means="ours, rounded to the paper's printed digits, is the paper's number; ✓ᵗ where it takes truncation instead",
-    counted="{} match",
+MATCHED = Status("✓", "matched", means="ours, rounded to the paper's printed digits, is the paper's number", counted="{} match")
+TRUNCATED = Status(
+    "✓ᵗ", "matched, truncated", means="ours is the paper's number when its further digits are cut off", counted="{} match when cut off"
 )
-DIFFERS = Status("≠", "differs", means="ours is another number; the difference ours − paper is in parentheses", counted="{} differ")
-NOT_MEASURED = Status(
-    "–",
-    "not measured",
-    means="we have no number under the paper's conditions; the reasons and the commands are listed below",
-    counted="{} are not measured",
+FITTED = Status(
+    "≈",
+    "fitted",
+    means="ours agrees by a convention that was fitted to such rows, so that it is no evidence",
+    counted="{} agree by a fitted convention",
 )
+DECLARED = Status(
+    "=",
+    "declared",
+    means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
+    counted="{} are settings that we declare",
+)
+EXPLAINED = Status(
+    "≠ᵉ",
+    "differs, explained",
+    means="ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
+    counted="{} differ for a reason that is shown",
+)
+UNEXPLAINED = Status("≠", "differs, unexplained", means="ours is another number, and nobody has shown why", counted="{} differ unexplained")
 INCONSISTENT = Status(
     "⚠",
     "paper inconsistent",
-    means="the paper contradicts itself, or a count of the model that it names; the evidence is listed below",
+    means="the paper contradicts itself, and no rounding of its numbers explains it; the evidence is listed below",
     counted="in {} the paper contradicts itself",
 )
-STATUSES = {each.word: each for each in (MATCHED, DIFFERS, NOT_MEASURED, INCONSISTENT)}
-TRUNCATED = Mark("✓ᵗ", MATCHED.word, "matched by truncation")
+NOT_MEASURABLE = Status(
+    "∅",
+    "not measurable as described",
+    means="nobody can have measured this under the conditions that the paper names; the computation is listed below",
+    counted="{} cannot be measured as described",
+)
+NOT_MEASURED = Status(
+    "–",
+    "not measured",
+    means="we have no number under the paper's conditions, and the reasons and commands are listed below; with ᶜ, it is consistent with the "
+    "paper's other numbers",
+    counted="{} are not measured",
+)
+STATUSES = {
+    each.word: each for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED)
+}
+CONSISTENT = Mark("–ᶜ", NOT_MEASURED.word, "not measured, consistent with the paper's tables")
+AGREEING = (MATCHED.word, TRUNCATED.word)  # the only statuses that say that ours confirms the paper's
 KINDS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",
@@ -97,17 +123,25 @@ class Verdict:
     """What code found out about one entry."""
 
     entry: Entry
-    status: str  # a key of `STATUSES`; `paper inconsistent` goes before the others, which compare ours with the paper's
+    status: str  # a key of `STATUSES`; a contradiction of the paper goes before what `compared` says
+    compared: str | None = None  # the status that ours compared with the paper's has; None where nothing was measured
     ours: float | bool | None = None  # our number, or whether the statement holds for ours; None where nothing was measured
     how: str | None = None  # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
     delta: float | None = None  # ours − paper; None for statements and where nothing was measured
-    evidence: str | None = None  # why the paper contradicts itself
+    explanation: str | None = None  # why ours differs
+    evidence: str | None = None  # why the paper contradicts itself, or why nobody can have measured it
     reason: str | None = None  # why nothing was measured
     command: str | None = None  # what would measure it
     elsewhere: tuple[Elsewhere, ...] = ()  # under other conditions than the paper's; it is shown and not compared
     sources: tuple[str, ...] = ()  # the records that ours was read from
     checks: int = 0  # how many relations to the paper's own numbers could be decided
     violations: int = 0  # how many of them do not hold
+
+    @property
+    def mark(self) -> Mark:
+        """The mark of the status."""
+        is_consistent = self.status == NOT_MEASURED.word and self.checks and not self.violations
+        return CONSISTENT if is_consistent else STATUSES[self.status]
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
@@ -144,14 +178,13 @@ def format_delta(verdict: Verdict) -> str:
 
 
 def status_line(verdict: Verdict) -> Line:
-    """The mark of the status, how far ours is from the paper's where it differs; after a contradiction also how ours compares."""
-    status = STATUSES[verdict.status]
-    if verdict.ours is None:
-        return (status,)
-    compared: Line = (TRUNCATED if verdict.how == "truncation" else MATCHED,)
-    if not verdict.how:
-        compared = (DIFFERS,) if verdict.delta is None else (DIFFERS, f" ({format_delta(verdict)})")
-    return (status, " ", *compared) if status is INCONSISTENT else compared
+    """The mark of the status, and how far ours is from the paper's where it differs; after a contradiction, also how ours compares."""
+    if verdict.compared is None:
+        return (verdict.mark,)
+    compared: Line = (STATUSES[verdict.compared],)
+    if verdict.how is None and verdict.delta is not None:
+        compared = (*compared, f" ({format_delta(verdict)})")
+    return compared if verdict.status == verdict.compared else (verdict.mark, " ", *compared)
 
 
 def significant(value: float | None) -> str:
@@ -174,10 +207,13 @@ def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     return [{name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(verdict).items()} for verdict in verdicts]
 
 
+_FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")
+
+
 def _export(verdict: Verdict) -> dict[str, Any]:
     entry = verdict.entry
     about = {name: getattr(entry, name) for name in ("id", "kind", "place", "says", "unit")}
-    found = {name: getattr(verdict, name) for name in ("ours", "status", "how", "delta", "evidence", "reason", "command")}
+    found = {name: getattr(verdict, name) for name in _FOUND}
     return {**about, "paper": entry.printed, **found, "elsewhere": list(map(str, verdict.elsewhere)), "sources": list(verdict.sources)}
 
 

@@ -17,6 +17,15 @@ DESIGNS = {
 }
 
 
+# what the paper says of the built models in its text; a test holds them equal to the models
+_CONSTANTS = {"layers": LAYERS, "head_dim": HEAD_DIM, "chunk_size": CHUNK, "vim_state": VIM_STATE}
+
+
+def model_constant(name: str) -> int:
+    """A size of the built models: layers, head_dim and chunk_size of Vittt-T, S and B, vim_state of Vim."""
+    return _CONSTANTS[name]
+
+
 def vit_g(width: int, tokens: int) -> Fraction:
     """A 12-layer ViT: Eq. 13, 4TD² + 2T²D per layer, with MLP (8TD²), patch convolution and head."""
     layer = 12 * tokens * width**2 + 2 * tokens**2 * width

@@ -7,6 +7,7 @@ from ...report.paper import Contest, Document, Paper, Question, Variants, Varian
 from . import closed_forms, formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
 from .readings_page import build_page
+from .sections import flops_section, interpretability_section
 from .variants import TABLES_AND_FIGURES, VARIANTS
 
 # (better, worse) by the text's words on Fig. 7 (entries text.fig7a.chunk and text.fig7b.initial_states)
@@ -22,6 +23,7 @@ _FORMULAS = (
     formulas.table3_step_g,
     formulas.score_tensors_gb,
     formulas.padded_tokens,
+    formulas.model_constant,
     closed_forms.closed_form_params_m,
     closed_forms.closed_form_macs_g,
 )
@@ -96,6 +98,7 @@ PAPER = Paper(
     ),
     pictures=("figures/readme_resolution.png", "visualize/fig8_receptive_field.png", "visualize/fig3_*.png"),
     figures=FIGURES,
+    sections=(flops_section, interpretability_section),
     documents=(Document(file="readings.md", build=build_page, records="results/measured/*/readings/*"),),
     variants=Variants(
         options=VARIANTS,
