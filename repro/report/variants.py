@@ -44,8 +44,9 @@ class Group:
         return {name: self.variants[name] for name in where.rows if name in self.variants}
 
     def throughput(self, name: str) -> float | None:
-        """Images per second of a variant; None where it was not measured."""
-        return self.speeds[name].metrics["throughput_img_per_s"] if name in self.speeds else None
+        """Images per second of a variant; None where it was not measured, or other work disturbed it."""
+        speed = self.speeds.get(name)
+        return None if speed is None or speed.metrics.get("noisy") else speed.metrics["throughput_img_per_s"]
 
 
 def find_groups(results: Results, variants: Variants) -> list[Group]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 
 from ..core.errors import RunError
+from ..core.noise import find_noise
 from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import choose_device, device_label
 from ..core.ui import print_table
@@ -75,11 +76,13 @@ def measure_throughput(cell: Cell) -> float | None:
     """Measure a trained classifier and write speed.json into the cell's folder; images per second, or None with the reason there.
 
     The batch is 64, or the largest power of two below that for which memory suffices; weights and inputs are fp32 on a CPU and fp16
-    on a GPU.
+    on a GPU. `noisy` has the reasons of `core.noise.find_noise`.
 
     Raises:
         RunError: the measuring process broke.
     """
+    from ..models.registry import family_module
+
     started, params, threads = time.monotonic(), cell.params, cell.runtime.threads
     device, side = choose_device(cell.runtime.device), params.transform.image_size
     of = {"model": params.model, "options": params.options, "image_size": (side, side)}
@@ -93,10 +96,11 @@ def measure_throughput(cell: Cell) -> float | None:
             break
     shown = {"device": device_label(device, threads), "dtype": on["dtype"]}  # the training may have had fewer threads
     metrics = {name: row[name] for name in ("throughput_img_per_s", "latency_ms", "macs_g", "backend")}
-    metrics |= {"batch_size": batch_size, "weights_hash": _hash_weights(cell, "metrics.json"), **shown}
+    metrics |= {"batch_size": batch_size, "noisy": find_noise(row), "weights_hash": _hash_weights(cell, "metrics.json"), **shown}
     if row["status"] != "ok":
         metrics |= {f"{name}_reason": row["reason"] for name in ("throughput_img_per_s", "latency_ms")}
-    identity = make_identity(cell.paths.root, [f"stages.{cell.stage}"], params, backend=str(row["backend"]), **shown)
+    code = [f"stages.{cell.stage}", family_module(params.model)]
+    identity = make_identity(cell.paths.root, code, params, backend=str(row["backend"]), **shown)
     write_record(cell.folder, metrics, identity, time.monotonic() - started, name="speed")
     return row["throughput_img_per_s"]
 
