@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import textwrap
 from typing import Annotated, Literal
 
 import typer
@@ -56,11 +57,15 @@ _CLAUSE = re.compile(r"[;:]|, (?=(?:and|before|each|for|on|over|with)\b)|[.]$")
 
 
 def describe_verbs() -> str:
-    """The verbs by purpose, as Markdown: each with the first clause of its help. README.md has this list."""
+    """The verbs by purpose, as Markdown: the stages in a list, the others each with the first clause of its help. README.md has it."""
     table, lines = load_stages(), ["```"]
     for purpose, heading in PURPOSES.items():
+        names = [name for name, stage in table.items() if stage.purpose == purpose]
         lines.append(heading)
-        for name in (name for name, stage in table.items() if stage.purpose == purpose):
+        if purpose == "graph":  # `dvc repro` and `repro plan` name them, and a user runs few of them alone
+            lines += textwrap.wrap(", ".join(map(verb_of, names)), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+            continue
+        for name in names:
             module, verb = load_module(name), verb_of(name)
             if hasattr(module, "app"):
                 verb += " " + "|".join(command.callback.__name__ for command in module.app.registered_commands)

@@ -19,7 +19,7 @@ from .paper import Contest, Question
 from .records import Source
 from .results import Results, SpeedGroup
 from .variants import find_shown
-from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_ours, significant
+from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and its device, profile and scope
@@ -94,6 +94,8 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]
     """
     paper, results = report.paper, report.results
     counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
+    if readme:
+        counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
     facts: list[Fact] = []
     for question in paper.questions:
         facts.append(_answer(question, [report.verdicts[name] for name in question.find(paper.ledger)], report))
@@ -107,7 +109,7 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]
     gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
     if gpus:
         facts.append(("anything on a GPU", ", ".join(gpus), "devices of the records"))
-    elif not readme:
+    else:
         facts.append(("anything on a GPU", strong("not measured"), "no record is of a GPU"))
     return table(["", "ours", "device, profile, scope"], facts), (counts,)
 

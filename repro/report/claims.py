@@ -83,7 +83,7 @@ class _Judge:
         fitting = [each for each in inference if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)]
         self.paper_group = fitting[0] if fitting else None
         self.other_groups = [group for group in inference if group != self.paper_group]
-        reason = f"the paper measured on one {device} at batch {batch}; there are no such rows ({speed_dtype})"
+        reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(reason, f"repro efficiency  # on one {device}"))
 
     def judge(self, entry: Entry) -> Verdict:

@@ -57,8 +57,11 @@ def describe_origin(sources: list[Source], named: str) -> str:
     """The devices of records, and the profile that they were made with."""
     if not sources:
         return "no record beside it"
+    devices = dict.fromkeys(source.device for source in sources)
+    if all(device.startswith("none: ") for device in devices):  # on no device, and by no parameters that a run would have
+        return ", ".join(device.removeprefix("none: ") for device in devices)
     how = named if any(source.stage for source in sources) else "run by hand"
-    return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {how}"
+    return f"{', '.join(devices)}; {how}"
 
 
 def _origin_line(name: str, sources: list[Source], report: Report) -> Line:

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import UserError
 from .claims import Report
 from .document import Block, Bullets, Comparison, Heading, Line, Link, Mark, Picture, Piece, Section, Table, Text, make_anchor, plain
-from .verdicts import KINDS, STATUSES, Verdict, count_statuses, format_delta, format_ours
+from .verdicts import FITTED, KINDS, NOT_MEASURABLE, STATUSES, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 TAGS = {"code": "code", "strong": "strong", "emphasis": "em"}  # of styles; numbers have none
@@ -53,7 +53,10 @@ def _describe(report: Report, page: Sequence[Section], prefix: str) -> dict[str,
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     """(label, text) of what is shown of a verdict on demand."""
-    about = [("entry", verdict.entry.id), ("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
+    evidence = "why it cannot be measured as described" if verdict.status == NOT_MEASURABLE.word else "why the paper contradicts itself"
+    about = [("entry", verdict.entry.id), ("why ours differs", verdict.explanation), (evidence, verdict.evidence)]
+    about += [("what was fitted", verdict.entry.fitted)] if verdict.compared == FITTED.word else []
+    about += [("why not measured", verdict.reason)] if verdict.status != NOT_MEASURABLE.word else []
     about += [("what would measure it", verdict.command), ("matched by", verdict.how)]
     about += [("elsewhere", str(each)) for each in verdict.elsewhere]
     for path in verdict.sources:

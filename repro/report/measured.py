@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .document import Block, Bullets, Heading, Piece, Section, code, number, prose, table
+from .document import Block, Bullets, Heading, Line, Piece, Section, code, number, prose, table
 from .records import Source, find_missing_records
 from .results import Results, SpeedGroup
 from .verdicts import significant
@@ -70,6 +70,27 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
     return Section(title, [(text,), table(header, rows)])
+
+
+def searches(results: Results) -> list[Section]:
+    """How learning rates and warm-ups were chosen, a row for each cell; no section without `repro tune`."""
+    found = [source for source in results.sources if source.metrics.get("split") == "tune" and "trials" in source.metrics]
+    if not found:
+        return []
+    rows: list[list[Piece | Line]] = []
+    for source in found:
+        m = source.metrics
+        chosen, score = m["chosen"], m["score"]
+        tried = sorted(m["trials"], key=lambda trial: (trial["lr"], trial["warmup_epochs"]))
+        scores = "; ".join(f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried)
+        rows.append([code(m["cell"]), number(f"{chosen['lr']:g}"), number(chosen["warmup_epochs"]), scores, source.device])
+    m = found[0].metrics
+    text = (
+        f"Every cell was searched alike: the same trials, each a whole training with seed {m['seed']}, scored on the images of `tune`, which "
+        f"no other number here is of. The rule: {m['rule']}. What is reported elsewhere is of `test`, evaluated once."
+    )
+    header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
+    return [Section("How the learning rates were chosen", [prose(text), table(header, rows)])]
 
 
 REPEATS = (

@@ -88,7 +88,8 @@ def build_document(report: Report) -> list[Section]:
     if paper.ledger.paper.speed_device:
         page.append(comparison.cost_claims(report))
     if paper.primary:
-        page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), examples_section(report)]
+        page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), *measured.searches(results)]
+        page.append(examples_section(report))
     page += [section for build_section in paper.sections for section in build_section(report)]
     page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]
     page += [*comparison.not_measurable(report), comparison.not_measured(report), comparison.where_checked(report)]

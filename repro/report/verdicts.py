@@ -150,9 +150,9 @@ def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
 
 
 def format_counts(verdicts: Iterable[Verdict]) -> str:
-    """E.g. `47 matched, 8 differs`, without the statuses that none has."""
+    """E.g. `47 matched; 8 differs, explained`, without the statuses that none has."""
     counts = count_statuses(verdicts)
-    return ", ".join(f"{counts[word]} {word}" for word in STATUSES if counts[word])
+    return "; ".join(f"{counts[word]} {word}" for word in STATUSES if counts[word])
 
 
 def describe_counts(verdicts: Iterable[Verdict]) -> str:
