@@ -40,7 +40,7 @@ class TuneParams:
         seed: of every trial; no seed whose results are reported.
     """
 
-    lr: tuple[float, ...] = bounded((5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3), gt=0)
+    lr: tuple[float, ...] = bounded((5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3), gt=0)
     warmup_epochs: tuple[int, ...] = bounded((1, 2), ge=0)
     seed: int = bounded(100, ge=0)
 
@@ -101,18 +101,18 @@ class Search:
         """What the record's hash of parameters covers."""
         return SearchParams(cell=self.trials[0].params, tune=self.tune)
 
-    def find_origin(self) -> dict[str, str]:
-        """What has to be the same for a trial or a record to count still."""
-        manifest = self.trials[0].inputs[0]
-        hashes = {"params_hash": params_hash(self.search_params), "data_manifest_hash": hash_file(manifest)}
+    def find_origin(self, trial: Cell | None = None) -> dict[str, str]:
+        """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
+        params = self.search_params if trial is None else trial.params
+        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.trials[0].inputs[0])}
         return hashes | {"code_hash": hash_code(self.paths.root, self.code)}
 
     def find_finished(self) -> dict[int, dict[str, Any]]:
         """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
-        origin, found = self.find_origin(), {}
+        found = {}
         for number, trial in enumerate(self.trials, 1):
             file = _trial_file(trial)
-            if file.is_file() and (content := read_json(file))["origin"] == origin:
+            if file.is_file() and (content := read_json(file))["origin"] == self.find_origin(trial):
                 found[number] = content
         return found
 
@@ -199,7 +199,7 @@ def run_trial(search: Search, number: int) -> None:
     if not 1 <= number <= len(trials):
         raise UserError(f"tune: --trial {number}: {search.name} has the trials 1 to {len(trials)}")
     trial = dataclasses.replace(trials[number - 1], runtime=limit_threads(search.runtime))
-    started, origin, optim = time.monotonic(), search.find_origin(), trial.params.optim
+    started, origin, optim = time.monotonic(), search.find_origin(trial), trial.params.optim
     found: dict[str, Any] = {"lr": optim.lr, "warmup_epochs": optim.warmup_epochs}
     score, label = next(iter(search.spec.scores.items()))
     job = build_job(trial, search.tune.seed)
