@@ -1,5 +1,6 @@
 """The paper's figures in its order, each with our pictures of it or the command that draws them; and example pictures."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from .claims import Report
@@ -57,8 +58,12 @@ def describe_origin(sources: list[Source], named: str) -> str:
     """The devices of records, and the profile that they were made with."""
     if not sources:
         return "no record beside it"
-    how = named if any(source.stage for source in sources) else "run by hand"
-    return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {how}"
+    return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {describe_profile(sources, named)}"
+
+
+def describe_profile(sources: Iterable[Source], named: str) -> str:
+    """The profile that records were made with, whose name is `named`; or that a person ran their commands."""
+    return named if any(source.stage for source in sources) else "run by hand"
 
 
 def _origin_line(name: str, sources: list[Source], report: Report) -> Line:
