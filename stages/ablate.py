@@ -1,4 +1,4 @@
-"""`repro ablate`: variants of Vittt trained alike, over several seeds (Tables 3 and 4, Fig. 7; the mini profile has five, on digits)."""
+"""`repro ablate`: variants of Vittt trained alike, over several seeds (Tables 3 and 4, Fig. 7; the mini profile trains some, on digits)."""
 
 from typing import Annotated
 

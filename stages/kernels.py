@@ -17,7 +17,7 @@ from repro.core.runtime import device_label, device_slug, gpu_names
 from . import Stage
 
 app = typer.Typer(help="Check and time the Triton kernels.", no_args_is_help=True)
-DOCS, BENCH_BLOCK, RESOURCES_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources"
+DOCS, BENCH_BLOCK, RESOURCES_BLOCK, SPILLS_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources", "kernels spills"
 
 STAGE = Stage(purpose="prove")
 
@@ -106,6 +106,7 @@ def resources(op: Op = None) -> None:
     metrics = operators.merge_rows(before, chosen, rows)
     _write(paths, path, metrics, "resources", "none: compiled, not run", started)
     replace_block(paths.root / DOCS, RESOURCES_BLOCK, text.resources_table(metrics["rows"]))
+    replace_block(paths.root / DOCS, SPILLS_BLOCK, text.describe_spills(metrics["rows"]))
 
 
 def _find_operators(op: str | None) -> list[Any]:

@@ -33,7 +33,7 @@ def command(html: Annotated[bool, typer.Option("--html/--no-html", help="Also wr
 
 def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     """Report on every paper that has a room; see `repro.report.pages.write_report`."""
-    from repro.report.pages import write_readme_block, write_report
+    from repro.report.pages import write_passage, write_report
     from repro.report.results import Results
 
     papers = list(load_papers().values())
@@ -41,7 +41,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
     verbs = [verb_of(name) for name in stage_names()]
     named = active_profile(paths, besides=("runtime",))
     line = write_report(papers, results, params.speed_dtype, verbs, named, with_html=html)
-    write_readme_block(paths.root / "README.md", "verbs", describe_verbs())
+    write_passage(paths.root / "README.md", "verbs", describe_verbs())
     print(line)
 
 

@@ -1,5 +1,6 @@
 """The rows of `check`, `bench` and `resources` as text: a line each for the terminal, and Markdown tables for the documentation."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -56,9 +57,19 @@ def resources_table(rows: Iterable[Mapping[str, Any]]) -> str:
             shown = rest if holds_the_rest else row["loops"]
             loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown)
             numbers = f"{row['registers']} | {row['stack_bytes']} | {row['shared_bytes']} | {_spills(row)} | {loops}"
-            kernel = row["kernel"].removeprefix(f"{row['operator']}_").replace("_", " ")
-            lines.append(f"| `{row['operator']}` {kernel} | {row['target']} | {numbers} |")
+            lines.append(f"| `{row['operator']}` {_pass(row)} | {row['target']} | {numbers} |")
     return "\n".join(lines)
+
+
+def describe_spills(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and dtype."""
+    listed = list(rows)
+    default = [row for row in listed if row["default"]]
+    spilling = [[row for row in group if row["stack_bytes"] or _spills(row)] for group in (listed, default)]
+    counts = Counter(f"`{row['operator']}` {_pass(row)} in {row['dtype']}" for row in spilling[1])
+    named = "; ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
+    every = f"Of the {len(listed)} rows, one for each kernel, configuration, dtype and target, {len(spilling[0])} spill"
+    return f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."
 
 
 def bench_table(metrics: Mapping[str, Any], label: str) -> str:
@@ -98,6 +109,10 @@ def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _sizes(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{printed} {row[key]}" for key, printed in SIZES.items() if key in row)
+
+
+def _pass(row: Mapping[str, Any]) -> str:
+    return row["kernel"].removeprefix(f"{row['operator']}_").replace("_", " ")
 
 
 def _spills(row: Mapping[str, Any]) -> int:

@@ -1,5 +1,6 @@
 """The paper's figures in its order, each with our pictures of it or the command that draws them; and example pictures."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from .claims import Report
@@ -60,8 +61,12 @@ def describe_origin(sources: list[Source], named: str) -> str:
     devices = dict.fromkeys(source.device for source in sources)
     if all(device.startswith("none: ") for device in devices):  # on no device, and by no parameters that a run would have
         return ", ".join(device.removeprefix("none: ") for device in devices)
-    how = named if any(source.stage for source in sources) else "run by hand"
-    return f"{', '.join(devices)}; {how}"
+    return f"{', '.join(devices)}; {describe_profile(sources, named)}"
+
+
+def describe_profile(sources: Iterable[Source], named: str) -> str:
+    """The profile that records were made with, whose name is `named`; or that a person ran their commands."""
+    return named if any(source.stage for source in sources) else "run by hand"
 
 
 def _origin_line(name: str, sources: list[Source], report: Report) -> Line:

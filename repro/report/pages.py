@@ -13,7 +13,7 @@ from .claims import Report, judge_paper
 from .document import Section
 from .gallery import examples_section, figures_section
 from .html import render_html
-from .markdown import render_markdown
+from .markdown import render_blocks, render_markdown
 from .paper import Paper
 from .records import Source
 from .results import Results
@@ -27,7 +27,7 @@ RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 def write_report(
     papers: Sequence[Paper], results: Results, speed_dtype: str, verbs: Sequence[str], profile: str | None, *, with_html: bool = True
 ) -> str:
-    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures and the blocks of README.md.
+    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures, passages and the blocks of README.md.
 
     Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
     other, and, `with_html`, report.html for all of them. For `speed_dtype`, `verbs` and `profile` see `judge_paper`.
@@ -40,19 +40,20 @@ def write_report(
             figures. A missing record leaves its entries `not measured`.
     """
 
-    def build(results: Results, figures: Path) -> tuple[list[tuple[Report, list[Section]]], str | None]:
+    def build(results: Results, figures: Path) -> tuple[list[tuple[Report, list[Section]]], list[tuple[Path, str, str]], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-        pages = []
+        pages, passages = [], []
         for paper in papers:
             report = judge_paper(paper, results, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
             draw_variants(report, figures)
             draw_contest(report, figures)
             pages.append((report, build_document(report)))
-        return pages, render_html(pages) if with_html else None
+            passages += build_passages(report)
+        return pages, passages, render_html(pages) if with_html else None
 
     folder = results.paths.results
     try:
-        pages, html = build(results, folder / "figures")
+        pages, passages, html = build(results, folder / "figures")
     except RECORD_ERRORS as error:
         broken = find_broken_record(results, build)
         if broken is None:
@@ -64,6 +65,8 @@ def write_report(
         _write_page(report, page)
         for document in report.paper.documents:
             write_text(results.paths.root / "docs" / document.file, render_markdown(document.build(report), "../results/"))
+    for passage in passages:
+        write_passage(*passage)
     if html is not None:
         write_text(folder / "report.html", html)
     counts = count_statuses(pages[0][0].all)
@@ -98,6 +101,16 @@ def build_document(report: Report) -> list[Section]:
     return page
 
 
+def build_passages(report: Report) -> list[tuple[Path, str, str]]:
+    """(file, marker, text) of each passage that a paper's room declares."""
+    root = report.results.paths.root
+    return [
+        (root / file, marker, render_blocks(build(report), f"{'../' * file.count('/')}results/"))
+        for file, passages in report.paper.passages.items()
+        for marker, build in passages.items()
+    ]
+
+
 def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
     """The record without which `build(results, folder for figures)` succeeds; None where it fails without any one of them."""
     for source in results.sources:
@@ -121,10 +134,10 @@ def _write_page(report: Report, page: list[Section]) -> None:
     write_json(folder / "claims.json", claims)
     write_csv(folder / "claims.csv", export_rows(report.all))
     for name, block in readme_blocks(report).items():
-        write_readme_block(report.results.paths.root / "README.md", name, block)
+        write_passage(report.results.paths.root / "README.md", name, block)
 
 
-def write_readme_block(readme: Path, name: str, block: str) -> None:
-    """Write a block of README.md, where the file has its markers."""
-    if readme.is_file() and f"<!-- {name} -->\n" in readme.read_text(encoding="utf-8"):
-        replace_block(readme, name, block)
+def write_passage(file: Path, marker: str, text: str) -> None:
+    """Write what stands between two markers, where the file has them."""
+    if file.is_file() and f"<!-- {marker} -->\n" in file.read_text(encoding="utf-8"):
+        replace_block(file, marker, text)

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .document import Section
+from .document import Block, Section
 from .ledger import Ledger, load_ledger
 
 
@@ -127,6 +127,9 @@ class Paper:
     # what its page also says: functions of a `repro.report.claims.Report`; none where there are no records for it
     sections: tuple[Callable[[Any], Sequence[Section]], ...] = ()
     documents: tuple[Document, ...] = ()  # further pages
+    # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker -->` and
+    # `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say
+    passages: Mapping[str, Mapping[str, Callable[[Any], Sequence[Block]]]] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def ledger(self) -> Ledger:

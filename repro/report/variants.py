@@ -113,11 +113,16 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
     return "–" if entry is None else entry.printed or "–"
 
 
+def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
+    """The verdict on each table and figure for each group that has two of its variants."""
+    return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in _pair(report)]
+
+
 def variants_section(report: Report) -> Section:
     """The verdicts on orderings, then every table and figure of each group."""
     variants, ledger = report.paper.variants, report.paper.ledger
     title = f"The ablations: {variants.places}"
-    judged = [(group, where, judge_group(group, where, ledger)) for group, where in _pair(report)]
+    judged = judge_variants(report)
     if not judged:
         command = variants.command
         return Section(

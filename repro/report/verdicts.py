@@ -46,20 +46,20 @@ UNEXPLAINED = Status("≠", "differs, unexplained", means="ours is another numbe
 INCONSISTENT = Status(
     "⚠",
     "paper inconsistent",
-    means="the paper contradicts itself, and no rounding of its numbers explains it; the evidence is listed below",
+    means="the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
     counted="in {} the paper contradicts itself",
 )
 NOT_MEASURABLE = Status(
     "∅",
     "not measurable as described",
-    means="nobody can have measured this under the conditions that the paper names; the computation is listed below",
+    means="nobody can have measured this under the conditions that the paper names; the page lists the computation",
     counted="{} cannot be measured as described",
 )
 NOT_MEASURED = Status(
     "–",
     "not measured",
-    means="we have no number under the paper's conditions, and the reasons and commands are listed below; with ᶜ, it is consistent with the "
-    "paper's other numbers",
+    means="we have no number under the paper's conditions, and the page lists reasons and commands; with ᶜ, it is consistent with the paper's "
+    "other numbers",
     counted="{} are not measured",
 )
 STATUSES = {

@@ -89,3 +89,17 @@ def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
     assert [row[-1] for row in found] == ["500, 20, 10", "500, 20, 10; 300, 12, 8", "300, 12, 8; 500, 20, 10"]
     line = text.format_resources(rows[1])
     assert "168 registers" in line and "3 spill instructions" in line and "chunk_size 16" in line
+
+
+def test_spills_are_counted_of_all_rows_and_of_the_default_ones():
+    about = {"operator": "bi_wkv", "kernel": "bi_wkv_backward", "dtype": "fp32", "stack_bytes": 0}
+    none, spilled = ({"LDL": count, "STL": 0} for count in (0, 2))
+    rows = [
+        {**about, "default": True, "instructions": none},
+        {**about, "default": True, "instructions": none, "stack_bytes": 8},
+        {**about, "default": True, "instructions": spilled},
+        {**about, "default": False, "instructions": spilled},
+    ]
+    said = text.describe_spills(rows)
+    assert "Of the 4 rows, " in said and "3 spill; of the 3 of default configurations, 2 (`bi_wkv` backward in fp32: 2)." in said
+    assert text.describe_spills(rows[:1]).endswith("0 spill; of the 1 of default configurations, 0.")

@@ -86,7 +86,7 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, cap
 
     page, record = checkout / kernels.DOCS, checkout / "results/measured/compile/resources.json"
     page.parent.mkdir()
-    page.write_text(f"<!-- {kernels.RESOURCES_BLOCK} -->\n<!-- /{kernels.RESOURCES_BLOCK} -->\n")
+    page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (kernels.RESOURCES_BLOCK, kernels.SPILLS_BLOCK)))
     compiled = []
 
     def rows(cases):
@@ -108,6 +108,7 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, cap
     ]
     assert metrics["source_hash"] == {name: f"{name} {len(compiled) if name == again else len(names)}" for name in names}
     assert f"| `{again}` forward | sm_90 | {len(compiled)} |" in page.read_text()
+    assert f"Of the {len(names)} rows, one for each kernel, configuration, dtype and target, 0 spill" in page.read_text()
     monkeypatch.setattr(kernels, "versions", lambda: {"triton": "another"})
     with pytest.raises(UserError, match="made with other versions; run without --op"):
         kernels.resources(names[-1])
@@ -115,7 +116,12 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("block", "pattern"), [(kernels.BENCH_BLOCK, "*/kernels.json"), (kernels.RESOURCES_BLOCK, "compile/resources.json")]
+    ("block", "pattern"),
+    [
+        (kernels.BENCH_BLOCK, "*/kernels.json"),
+        (kernels.RESOURCES_BLOCK, "compile/resources.json"),
+        (kernels.SPILLS_BLOCK, "compile/resources.json"),
+    ],
 )
 def test_documented_tables_are_of_committed_records(block, pattern):
     """docs/gpu.md: each generated block is made of a record under results/measured, or, without one, of nulls."""
@@ -123,8 +129,9 @@ def test_documented_tables_are_of_committed_records(block, pattern):
 
     found = re.search(rf"<!-- {block} -->\n(.*?)\n<!-- /{block} -->", (ROOT / kernels.DOCS).read_text(), re.S)[1]
     records = [json.loads(path.read_text()) for path in (ROOT / "results" / "measured").glob(pattern)]
-    if block == kernels.RESOURCES_BLOCK:
-        tables = [text.resources_table(record["metrics"]["rows"]) for record in records]
+    if block != kernels.BENCH_BLOCK:
+        describe = text.resources_table if block == kernels.RESOURCES_BLOCK else text.describe_spills
+        tables = [describe(record["metrics"]["rows"]) for record in records]
     else:
         nothing = {name: bench.summarise(cases, []) for name, cases in operators.OPERATORS.items()}
         tables = [text.bench_table(record["metrics"], record["identity"]["device"]) for record in records]

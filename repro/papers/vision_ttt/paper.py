@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
+from ...report.passages import compare_without_learning, count_noisy_rows, describe_statuses, judge_ablations
 from . import closed_forms, formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
 from .readings_page import build_page
@@ -99,6 +100,12 @@ PAPER = Paper(
     pictures=("figures/readme_resolution.png", "visualize/fig8_receptive_field.png", "visualize/fig3_*.png"),
     figures=FIGURES,
     sections=(flops_section, interpretability_section),
+    passages={
+        "docs/ablations.md": {"verdicts": judge_ablations},
+        "docs/architecture.md": {"statuses": describe_statuses},
+        "docs/benchmark.md": {"noise": count_noisy_rows},
+        "docs/dense.md": {"scenes": compare_without_learning},
+    },
     documents=(Document(file="readings.md", build=build_page, records="results/measured/*/readings/*"),),
     variants=Variants(
         options=VARIANTS,

@@ -1,0 +1,141 @@
+"""Passages of pages that people write: what they say of our measurements, put into words by code from the records."""
+
+from collections.abc import Mapping, Sequence
+
+from ..core.noise import find_spread
+from .claims import Report
+from .document import Block, Bullets, Line, Piece, code, number, prose, strong, table
+from .gallery import describe_origin, describe_profile
+from .measured import format_scores
+from .ordering import Ordering
+from .records import Source
+from .variants import judge_variants
+from .verdicts import STATUSES
+
+AHEAD, BEHIND, OPEN = "ahead of it", "behind it", "not separated from it"
+
+
+def describe_statuses(report: Report) -> list[Block]:
+    """What an entry of a ledger can be, a sentence for each status."""
+    return [Bullets([(code(word), f": {status.means}.") for word, status in STATUSES.items()])]
+
+
+def judge_ablations(report: Report) -> list[Block]:
+    """Which orderings of the paper's variants are seen, contradicted or open in ours."""
+    variants = report.paper.variants
+    rows: list[list[Piece | Line]] = []
+    for group, where, found in judge_variants(report):
+        profile = describe_profile(group.at(where).values(), report.named)
+        trained = f"{group.title}; {group.common['held_out_images']:.0f} held-out images; {profile}"
+        rows.append([where.place, trained, *_judge_pairs(found)])
+    if not rows:
+        return [prose(f"No variant is trained yet: `{variants.command} --all` trains all {len(variants.options)}.")]
+    text = (
+        "A pair is seen or contradicted where its differences over the seeds are significant, and open elsewhere; where the budget is "
+        f"insufficient, no pair counts. The paper's orders are of {variants.about}, of which none of this says anything."
+    )
+    return [table(["", "trained", "verdict", "seen", "contradicted", "open"], rows), (text,)]
+
+
+def compare_without_learning(report: Report) -> list[Block]:
+    """The runs on embedded data beside a method that learns nothing: who is ahead, by which score."""
+    results = report.results
+    runs: dict[tuple[str, str, str], list[Source]] = {}
+    for source in results.score_sources:
+        if reference := source.metrics.get("without_learning"):
+            stage = next(name for name, labels in results.scores.items() if labels and next(iter(labels)) in source.metrics)
+            runs.setdefault((stage, source.metrics["data"], format_scores(reference, results.scores[stage])), []).append(source)
+    if not runs:
+        return [prose("Nothing is recorded yet: `repro detect` and `repro segment` train and score both.")]
+    blocks: list[Block] = []
+    for (stage, data, _), own in runs.items():
+        labels = results.scores[stage]
+        reference = own[0].metrics["without_learning"]
+        rows: list[list[Piece | Line]] = [_run_row(source, labels, report) for source in own]
+        rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
+        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images", *labels.values(), "device, profile"]
+        blocks += [table(header, rows), Bullets([_against(source, reference, labels) for source in own]), *_class_scores(own)]
+    text = (
+        "Of several seeds, a run is ahead of the method without learning, or behind it, where the 95 % interval of its mean leaves out that "
+        "method's score; a run of one seed has no interval, and another seed may say otherwise."
+    )
+    return [*blocks, (text,)]
+
+
+def count_noisy_rows(report: Report) -> list[Block]:
+    """How many rows of each device were noisy, and how often two measurements of a row agree."""
+    results, rows = report.results, []
+    for group, found in results.speed_rows.items():
+        spreads = {"quiet": [0.0], "noisy": [0.0]}
+        for row, _ in found:
+            spreads["noisy" if row["noisy"] else "quiet"].append(100 * (find_spread(row) or 0.0))
+        noisy = sum(bool(row["noisy"]) for row, _ in found)
+        widest = (number(f"{max(each):.0f} %") if len(each) > 1 else "–" for each in spreads.values())
+        rows.append([f"{group}, {group.mode}", number(len(found)), number(noisy), *widest])
+    if not rows:
+        return [prose("No row is measured yet: `repro efficiency`.")]
+    blocks: list[Block] = [table(["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"], rows)]
+    for source in results.sources:
+        repeated = source.metrics.get("repeated") or {}
+        if repeated.get("overlap_percent") is not None:
+            twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
+            blocks.append((code(source.path), f" ({source.device})", twice))
+    return blocks
+
+
+def _judge_pairs(found: Ordering) -> list[Piece | Line]:
+    """The verdict, with its reason where the pairs do not show it, and the pairs of each word, as the paper orders them."""
+    if found.word == "insufficient budget":
+        return [(strong(found.word), f": {found.why}"), "–", "–", "–"]
+    pairs = {
+        word: [pair for pair in found.pairs if pair.word == word] for word in ("ordering seen", "ordering contradicted", "not separated")
+    }
+    named = {word: [f"{pair.better} > {pair.worse}" for pair in of_word] for word, of_word in pairs.items()}
+    verdict: Line = (strong(found.word),) if found.word != "not separated" else (strong(found.word), f": {found.why}")
+    seen, against, still_open = (f"{len(each)}: {', '.join(each)}" if each else number(0) for each in named.values())
+    return [verdict, seen, against, still_open]
+
+
+def _run_row(source: Source, labels: Mapping[str, str], report: Report) -> list[Piece | Line]:
+    m = source.metrics
+    first = "pretrained" if m.get("init") else "random"
+    counts = (number(f"{count:.0f}") for count in (m["epochs"], len(m["by_seed"]), m["held_out_images"]))
+    return [_name(source), first, *counts, *(format_scores(m, {key: ""}, 1) for key in labels), describe_origin([source], report.named)]
+
+
+def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> Line:
+    """A sentence: by which scores a run is ahead of the method without learning."""
+    m = source.metrics
+    said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], OPEN: []}
+    for key, label in labels.items():
+        interval = m.get(f"{key.removesuffix('_percent')}_ci95_percent") or [m[key]] * 2
+        word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else OPEN
+        said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
+    parts = [f"{word} in {_list(names)}" for word, names in said.items() if names]
+    count = len(m["by_seed"])
+    return _name(source), f", against the method without learning: {'; '.join(parts)} ({'one seed' if count == 1 else f'{count} seeds'})."
+
+
+def _class_scores(sources: Sequence[Source]) -> list[Block]:
+    """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
+    found = {
+        source.path: [run["class_iou_percent"] for run in source.metrics["by_seed"] if "class_iou_percent" in run] for source in sources
+    }
+    own = [source for source in sources if found[source.path]]
+    if not own:
+        return []
+    names = [name for name in found[own[0].path][0] if not name.endswith("_reason")]
+    rows: list[list[Piece | Line]] = []
+    for source in own:
+        scores = [[run[name] for run in found[source.path] if isinstance(run.get(name), int | float)] for name in names]
+        rows.append([_name(source), *(number(f"{sum(each) / len(each):.1f}") if each else "–" for each in scores)])
+    return [table(["IoU (%) by class", *names], rows)]
+
+
+def _name(source: Source) -> Piece:
+    return code(source.folder.removeprefix("results/"))
+
+
+def _list(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,0 +1,150 @@
+"""Passages of docs/: they are written from the records, between markers; without a record they say so and name the command."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import active_profile
+from repro.core.paths import Paths
+from repro.papers import load_primary
+from repro.report.claims import judge_paper
+from repro.report.markdown import render_blocks
+from repro.report.pages import build_passages, write_report
+from repro.report.passages import compare_without_learning, count_noisy_rows, judge_ablations
+from repro.report.results import Results
+from stages import stage_names, verb_of
+from stages.report import load_scores
+
+from .conftest import VERBS
+from .test_variants import grid, train
+
+ROOT = Path(__file__).parents[2]
+PASSAGES = [(file, marker) for file, passages in load_primary().passages.items() for marker in passages]
+DETECTOR = {"ap_box_percent": 25.0, "ap50_box_percent": 40.0, "ap_mask_percent": 20.0}
+REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0, "ap_mask_percent": 20.5}
+SEEDS = [{"seed": seed} for seed in range(5)]
+
+
+def passage(build, checkout) -> str:
+    return render_blocks(build(checkout.report()))
+
+
+def detector(checkout, path="detect/nano_scenes", **more):
+    checkout.train(path, "nano", "scenes", held_out_images=100, **{"epochs": 7, **DETECTOR, "without_learning": REFERENCE, **more})
+
+
+@pytest.mark.parametrize(("file", "marker"), PASSAGES)
+def test_each_page_has_the_markers_of_its_passages(file, marker):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert text.count(f"<!-- {marker} -->\n") == text.count(f"\n<!-- /{marker} -->\n") == 1
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[tuple[str, str], str]:
+    """(page, marker) -> what this checkout's records give."""
+    paths, paper = Paths(ROOT), load_primary()
+    verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
+    report = judge_paper(paper, Results(paths, [paper], load_scores(paths)), speed_dtype="fp16", verbs=verbs, profile=named)
+    return {(file.relative_to(ROOT).as_posix(), marker): text for file, marker, text in build_passages(report)}
+
+
+@pytest.mark.parametrize(("file", "marker"), PASSAGES)
+def test_the_pages_say_what_the_committed_records_give(file, marker, committed):
+    _, _, rest = (ROOT / file).read_text(encoding="utf-8").partition(f"<!-- {marker} -->\n")
+    assert rest.partition(f"\n<!-- /{marker} -->")[0] == committed[file, marker]
+
+
+def test_without_a_record_a_passage_is_one_sentence_with_the_command(checkout):
+    for build, command in (
+        (judge_ablations, "`repro ablate --all`"),
+        (compare_without_learning, "`repro detect`"),
+        (count_noisy_rows, "`repro efficiency`"),
+    ):
+        said = passage(build, checkout)
+        assert command in said and said.count(".") == said.count("\n") + 1 == 1
+
+
+def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout):
+    detector(checkout)
+    file, other = (
+        checkout.write("docs/dense.md", "a\n<!-- scenes -->\nold\n<!-- /scenes -->\nb\n"),
+        checkout.write("docs/ablations.md", "c\n"),
+    )
+    write_report([checkout.paper], checkout.results(), "fp16", VERBS, "mini", with_html=False)
+    said = passage(compare_without_learning, checkout)
+    assert file.read_text(encoding="utf-8") == f"a\n<!-- scenes -->\n{said}\n<!-- /scenes -->\nb\n"
+    assert other.read_text(encoding="utf-8") == "c\n" and "25.0 %" in said
+
+
+def test_pictures_of_a_passage_are_found_from_its_page(checkout):
+    from repro.report.document import Picture
+
+    shown = {"docs/deep/x.md": {"y": lambda report: [(Picture("figures/a.png", "a"),)]}}
+    checkout.paper = dataclasses.replace(checkout.paper, passages=shown)
+    assert [text for _, _, text in build_passages(checkout.report())] == ["![a](../../results/figures/a.png)"]
+
+
+def test_verdicts_name_the_pairs_of_each_word(checkout):
+    grid(checkout)
+    said = passage(judge_ablations, checkout)
+    assert said.count("**ordering seen**") == 4 and "| 15: conv2d > dual, " in said and "4 epochs, 3 seeds" in said
+    assert "100000 held-out images; run by hand" in said
+
+
+def test_a_contradiction_is_in_its_column_and_an_insufficient_budget_counts_no_pair(checkout):
+    for name, top1 in (("conv2d", [80, 81, 80.5]), ("max", [60, 61.2, 60.4]), ("head", [90, 91, 90.6])):
+        train(checkout, name, top1)
+    train(checkout, "dual", [70], folder="ablate", recipe_hash="another")
+    train(checkout, "conv1d", [60], folder="ablate", recipe_hash="another")
+    contradicted, insufficient = (line for line in passage(judge_ablations, checkout).splitlines() if line.startswith("| Table"))
+    if "Table 3" in contradicted:
+        contradicted, insufficient = insufficient, contradicted
+    assert "| **ordering contradicted** | 1: conv2d > max | 2: conv2d > head, max > head | 0 |" in contradicted
+    assert (
+        "**insufficient budget**: 1 seed(s) in common show no spread | – | – | – |" in insufficient and "the mini profile" in insufficient
+    )
+
+
+def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(checkout):
+    detector(checkout)
+    intervals = {"ap_box_ci95_percent": [24.0, 26.0], "ap50_box_ci95_percent": [39.0, 41.0], "ap_mask_ci95_percent": [19.0, 20.4]}
+    detector(checkout, "measured/cpu/detect/nano_scenes_5seeds", init={"weights": "w"}, by_seed=SEEDS, **intervals)
+    said = passage(compare_without_learning, checkout)
+    assert "ahead of it in AP50 (+10.0 points); behind it in box AP (-0.5 points) and mask AP (-0.5 points) (one seed)." in said
+    expected = "behind it in mask AP (-0.5 points); not separated from it in box AP (-0.5 points) (5 seeds)."
+    assert f"ahead of it in AP50 (+10.0 points); {expected}" in said
+    assert f"| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | {checkout.CPU}; the mini profile |" in said
+    assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "run by hand" in said
+    assert said.count("| without learning | – | – | – | – | 25.5 % | 30.0 % | 20.5 % | – |") == 1
+
+
+def test_runs_with_other_references_stand_apart_and_classes_are_means_over_seeds(checkout):
+    scores = {"miou_percent": 20.0, "aacc_percent": 80.0, "epochs": 3, "held_out_images": 100}
+    by_seed = [
+        {"seed": 0, "class_iou_percent": {"sky": 90.0, "7": 0.0}},
+        {"seed": 1, "class_iou_percent": {"sky": 80.0, "7": None, "7_reason": "not there"}},
+    ]
+    for name, reference in (("a", 22.0), ("b", 22.0), ("c", 23.0)):
+        without = {"miou_percent": reference, "aacc_percent": 30.0}
+        checkout.train(f"segment/{name}", "nano", "scenes", **{**scores, "by_seed": by_seed, "without_learning": without})
+    said = passage(compare_without_learning, checkout)
+    assert said.count("| segment, scenes |") == 2 and said.count("| without learning |") == 2
+    assert "| IoU (%) by class | 7 | sky |" in said and "| `segment/a` | 0.0 | 85.0 |" in said
+
+
+def test_noise_is_counted_by_device(checkout):
+    quiet, wide = {"model": "a", "latency_ms_ci95": [9.5, 10.5]}, {"model": "b", "latency_ms_ci95": [8.0, 12.0]}
+    checkout.speed(quiet, wide, device=checkout.H200)
+    about = {"compared": [], "growth": [], "gates": []}
+    checkout.speed(
+        {**quiet, "batch_size": 1, "run": 1},
+        device=checkout.CPU,
+        path="measured/cpu",
+        repeated={"rows": 54, "overlap_percent": 50.0},
+        **about,
+    )
+    said = passage(count_noisy_rows, checkout)
+    assert f"| {checkout.H200}, batch 64, fp16, infer | 2 | 1 | 10 % | 40 % |" in said
+    assert f"| {checkout.CPU}, batch 1, fp16, infer | 1 | 0 | 10 % | – |" in said
+    assert "54 rows were measured twice; of those with intervals, 50 % overlap." in said
