@@ -18,7 +18,7 @@ from .measured import format_scores
 from .paper import Contest, Question
 from .records import Source
 from .results import Results, SpeedGroup
-from .variants import find_shown
+from .variants import Group, find_shown, judge_variants
 from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
@@ -104,6 +104,7 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]
         facts.append((("the stages of ", code("make reproduce")), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
     if paper.primary:
         facts += _embedded_scores(report, 1 if readme else None)
+    facts += _orderings(report)
     if paper.contest:
         facts += _contest_facts(paper.contest, results)
     gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
@@ -184,6 +185,23 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         scope = f"{describe_origin(sources, report.named)}; {first['held_out_images']:.0f} held-out images, {lengths}, {seeds}"
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
+    return facts
+
+
+def _orderings(report: Report) -> list[Fact]:
+    """Whether the paper's orders of its variants are seen, a row for each data set; of each table the group with the most seeds."""
+    best: dict[tuple[str, str], tuple[Group, str]] = {}
+    for group, where, found in judge_variants(report):
+        key = group.common["data"], where.place
+        if key not in best or group.most_seeds > best[key][0].most_seeds:
+            best[key] = group, found.word
+    facts: list[Fact] = []
+    for data in dict.fromkeys(data for data, _ in best):
+        of_data = {place: each for (of, place), each in best.items() if of == data}
+        words = "; ".join(f"{place}: {word}" for place, (_, word) in of_data.items())
+        group = max((group for group, _ in of_data.values()), key=lambda group: group.most_seeds)
+        scope = f"{describe_origin(list(group.variants.values()), report.named)}; {group.most_seeds} seeds"
+        facts.append((f"the paper's orderings of variants, on embedded {data}", words, scope))
     return facts
 
 

@@ -32,9 +32,14 @@ class Group:
         return next(iter(self.variants.values())).metrics
 
     @property
+    def most_seeds(self) -> int:
+        """The seeds of the variant that was trained most often."""
+        return max(len(source.metrics["by_seed"]) for source in self.variants.values())
+
+    @property
     def title(self) -> str:
         """What was trained, for how long and on what device, whose threads are left out."""
-        m, seeds = self.common, max(len(source.metrics["by_seed"]) for source in self.variants.values())
+        m, seeds = self.common, self.most_seeds
         device = next(iter(self.variants.values())).device.split(",")[0]
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds} seed{'s' if seeds > 1 else ''}"
         return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}"
