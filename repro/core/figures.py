@@ -22,6 +22,7 @@ STYLES = {
 # the quantities of Fig. 1 and 6 of Vision-TTT -> the labels of their axes
 LABELS = {"macs_g": "multiply-adds per image (10⁹)", "throughput_img_per_s": "images per second", "peak_memory_mib": "peak memory (MiB)"}
 _ALL_LABELS = {**LABELS, "latency_ms": "time of a step (ms)"}
+_SPEEDS = ("latency_ms", "throughput_img_per_s")
 
 
 def against_resolution(
@@ -29,14 +30,16 @@ def against_resolution(
 ) -> None:
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
-    A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with what happened.
+    A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with what happened. A
+    speed of a noisy row is hollow.
 
     Args:
         path: without suffix; `.png` and `.svg` are written.
-        series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them.
+        series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them, each with its `noisy` reasons.
         quantities: keys of `LABELS`, or `latency_ms`.
     """
     figure, axes = new_figure(len(quantities))
+    hollow = False
     for panel, key in zip(axes, quantities, strict=True):
         failed = []
         for family, rows in series.items():
@@ -44,6 +47,10 @@ def against_resolution(
             points = sorted((row["image_size"][0], row[key]) for row in rows if row[key] is not None)
             if points:
                 panel.plot(*zip(*points), color=colour, marker=marker, linestyle=line, label=label, markersize=5)
+            noisy = [(row["image_size"][0], row[key]) for row in rows if key in _SPEEDS and row[key] is not None and row.get("noisy")]
+            if noisy:
+                panel.plot(*zip(*noisy), color=colour, marker=marker, linestyle="none", markerfacecolor="white", markersize=5)
+                hollow = True
             if key != "macs_g":
                 failed += [(row["image_size"][0], row["status"], colour) for row in rows if row["status"] != "ok"]
         panel.set(xscale="log", yscale="log", xlabel="image size (pixels)", ylabel=_ALL_LABELS[key])
@@ -52,7 +59,7 @@ def against_resolution(
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title + ("; hollow: noisy" if hollow else ""), fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     _save(figure, path)
 
