@@ -1,19 +1,21 @@
 # `make reproduce` and `make test` need nothing but Python and this folder: they set up .venv themselves, once.
-# Variables: PYTHON=python3.12 (which interpreter), ARGS="-k loader" (more arguments for pytest).
+# Variables: PYTHON=python3.12 (which interpreter), ARGS="-k loader" (more arguments for pytest), JOBS=4 (trainings at once).
 
 VENV := .venv
 # the state of .venv: "installing" while it is being filled, then a checksum of the files that say what belongs in it
 STATE := $(VENV)/.installed
 PYTHON :=
 ARGS :=
+JOBS := 2
 # PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
 NEED_GB := 10
 
-.PHONY: help setup lint test test-browser test-gpu reproduce
+.PHONY: help setup lint test test-browser test-gpu reproduce measure-cpu
 
 help:
 	@echo 'make reproduce      run the whole pipeline; then open results/tables.md'
 	@echo 'make test           run the tests; ARGS="-k loader" selects some of them'
+	@echo 'make measure-cpu    run by hand what takes hours: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
 	@echo 'make lint           check the style and the format of the Python code'
 	@echo 'make test-browser   test results/report.html in a real browser, with screenshots in .runs/browser'
 	@echo 'make test-gpu       check the kernels and train every nano model on the CUDA GPUs; without one, all is skipped'
@@ -41,6 +43,26 @@ reproduce: setup
 	@# DVC wants a Git repository unless told otherwise, and an unpacked archive is not one
 	@[ -e .git ] || $(VENV)/bin/dvc config --local core.no_scm true
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" dvc repro --force
+
+# Everything under results/measured/<this CPU> and results/measured/compile, in order. Each step keeps what is finished, so a second call
+# continues. The rates that `repro tune` chooses go into params.yaml by hand, before the rest; what needs a quiet machine comes last.
+REPRO := $(VENV)/bin/repro
+measure-cpu: setup
+	$(REPRO) prepare-data
+	$(REPRO) tune --data digits --jobs $(JOBS)
+	printf '%s\n' 'pretrain --cell vittt_nano_digits' 'baselines --cell resnet_nano_digits' 'baselines --cell deit_nano_digits' \
+		'baselines --cell vim_nano_digits' 'baselines --cell vrwkv_nano_digits' 'baselines --cell vit3_nano_digits' \
+		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL --seeds 5'
+	$(REPRO) ablate --all --data digits --seeds 7 --jobs $(JOBS) --no-speed
+	printf '%s\n' conv1d dual conv2d \
+		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I VARIANT $(REPRO) ablate --variant VARIANT --data connect --seeds 7 --epochs 6 --no-speed
+	$(REPRO) readings --train --data digits --seeds 5 --jobs $(JOBS)
+	for task in detect segment; do \
+		$(REPRO) $$task --cell vittt_nano_scenes --seeds 5 && $(REPRO) $$task --cell vittt_nano_scenes --random --seeds 5 || exit 1; done
+	$(REPRO) ablate --all --data digits --seeds 7
+	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
+	TRITON_INTERPRET=1 $(REPRO) kernels check
+	$(REPRO) kernels resources
 
 # An installation that was cut short is thrown away: pip believes that a package is installed even if some of its files are missing.
 # A .venv without our state file was made by somebody else: we install into it, and keep it if that fails.
