@@ -57,8 +57,8 @@ def describe_origin(sources: list[Source], named: str) -> str:
     """The devices of records, and the profile that they were made with."""
     if not sources:
         return "no record beside it"
-    how = named if any(source.stage for source in sources) else "run by hand"
-    return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {how}"
+    how = dict.fromkeys(named if source.stage else "run by hand" for source in sources)
+    return f"{', '.join(dict.fromkeys(source.device for source in sources))}; {' and '.join(how)}"
 
 
 def _origin_line(name: str, sources: list[Source], report: Report) -> Line:

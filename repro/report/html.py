@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import UserError
 from .claims import Report
 from .document import Block, Bullets, Comparison, Heading, Line, Link, Mark, Picture, Piece, Section, Table, Text, make_anchor, plain
-from .verdicts import KINDS, STATUSES, Verdict, count_statuses, format_delta, format_ours
+from .verdicts import FITTED, KINDS, NOT_MEASURABLE, STATUSES, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 TAGS = {"code": "code", "strong": "strong", "emphasis": "em"}  # of styles; numbers have none
@@ -53,8 +53,15 @@ def _describe(report: Report, page: Sequence[Section], prefix: str) -> dict[str,
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     """(label, text) of what is shown of a verdict on demand."""
-    about = [("entry", verdict.entry.id), ("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
-    about += [("what would measure it", verdict.command), ("matched by", verdict.how)]
+    entry, status = verdict.entry, verdict.status
+    about = [("entry", entry.id)]
+    if status == NOT_MEASURABLE.word:
+        about.append(("why nobody can have measured it", verdict.evidence))
+    else:
+        about += [("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
+        about.append(("what would measure it", verdict.command))
+    about += [("why ours differs", verdict.explanation), ("agrees by", verdict.how)]
+    about.append(("why it is no evidence", entry.fitted if status == FITTED.word else None))
     about += [("elsewhere", str(each)) for each in verdict.elsewhere]
     for path in verdict.sources:
         about.append(("record", path))
