@@ -559,6 +559,45 @@ def test_vims_formula_differs_and_a_smaller_scan_explains_it(checkout):
     assert checkout.judge()["eq13.vim"].status == "differs, unexplained"
 
 
+CHUNKS = {4: 76.0, 8: 76.5, 16: 77.0, 32: 75.0, 64: 74.0, 0: 74.5}  # by the words on Fig. 7a; 0 is all 196 tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, "matched"),
+        ({64: 74.6}, "differs, unexplained"),  # all tokens are the worst
+        ({64: 75.5}, "differs, unexplained"),
+        ({8: 74.9}, "differs, unexplained"),  # not in the sweet region
+        ({32: 76.1}, "differs, unexplained"),  # above one of the sweet region
+    ],
+)
+def test_the_words_on_fig_7a_are_judged_as_a_whole(checkout, changes, status):
+    for size, top1 in (CHUNKS | changes).items():
+        options = {} if size == 16 else {"chunk_size": size}
+        checkout.train(f"pretrain/chunk{size}", VITTT, "imagenet", top1=top1, held_out_images=50_000, options=options)
+    assert checkout.judge()["text.fig7a.chunk"].status == status
+
+
+def grow(power: int, parts: int) -> list[dict]:
+    """Peaks of memory at three image sizes of 1000 MiB for weights, and what grows with a power of the tokens."""
+    sizes = {512: 1024, 1024: 4096, 1280: 6400}
+    return [{"image_size": [side, side], "peak_memory_mib": 1000 + parts * tokens**power} for side, tokens in sizes.items()]
+
+
+@pytest.mark.parametrize(("of_vim", "word"), [(1, "holds"), (2, "does not hold")])
+def test_memory_grows_as_it_does_apart_from_what_is_constant(checkout, of_vim, word):
+    """Weights of 1000 MiB beside tokens of 1 MiB each hide the growth in a ratio of peaks, and not in one of differences."""
+    rows = []
+    for size in ("tiny", "small", "base"):
+        rows += [{"model": f"vittt_{size}_patch16_224", **row} for row in grow(1, 1)]
+        rows += [{"model": f"vim_{size}_patch16_224", **row} for row in grow(of_vim if size == "base" else 1, 1)]
+        rows += [{"model": f"deit_{size}_patch16_224", "attention": "unfused", **row} for row in grow(2, 1)]
+    checkout.speed(*rows, device=checkout.H200)
+    (found,) = checkout.judge()["text.5_3.linear_memory"].elsewhere
+    assert found.found == word
+
+
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [

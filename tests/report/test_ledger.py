@@ -154,6 +154,8 @@ def test_printed_digits_survive_reading(tmp_path):
         ("X-T is faster than Y-T, X-B is slower", "a.x_t.fps > 1", "T"),
         ("X-S is faster", "a.x_t.fps > 1 and a.x_s.fps > 1", None),  # more than it says
         ("it is faster", "1 < 2", None),  # about no size at all
+        ("X is faster than Y", "a.x_t.fps > a.y_t.fps and a.x_s.fps > 1 and a.x_b.fps > 1", "T"),  # of Y, only T
+        ("X is faster than Y", "a.x_t.fps > a.y_t.fps and a.x_s.fps > a.y_s.fps and a.x_b.fps > a.y_b.fps", None),
     ],
 )
 def test_a_statement_is_judged_for_every_size_that_it_is_about(says, asked, narrowed):
