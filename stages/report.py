@@ -55,7 +55,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     for name in outdated:
         print(f"report: {name}: not what the records and the ledger give")
     if outdated:
-        raise RunError(f"report: {len(outdated)} of what `repro report` writes are outdated or were edited; run it")
+        raise RunError(f"report: {len(outdated)} outdated or edited by hand; run `repro report`")
     print("report: every page is what the records and the ledger give")
 
 

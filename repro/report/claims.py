@@ -208,7 +208,10 @@ class _Judge:
     ) -> Number | bool:
         speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
         measured = {**self.results.functions(), **speeds}
-        return self._evaluate(expression, lambda name: self._ours(self.entries[name], group, choose), measured)
+        try:
+            return self._evaluate(expression, lambda name: self._ours(self.entries[name], group, choose), measured)
+        except ZeroDivisionError:
+            raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
 
     def _evaluate(self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]) -> Number | bool:
         def agrees(number: Number, entry_id: str) -> bool:

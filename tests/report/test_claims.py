@@ -559,6 +559,18 @@ def test_vims_formula_differs_and_a_smaller_scan_explains_it(checkout):
     assert checkout.judge()["eq13.vim"].status == "differs, unexplained"
 
 
+def test_equal_peaks_of_memory_say_nothing_about_growth(checkout):
+    rows = [
+        {"model": f"{family}_{size}_patch16_224", "attention": "unfused" if family == "deit" else None, "image_size": [side, side]}
+        for family in ("vittt", "vim", "deit")
+        for size in ("tiny", "small", "base")
+        for side in (512, 1024, 1280)
+    ]
+    checkout.speed(*rows, device=checkout.L40S)
+    verdict = checkout.judge()["text.5_3.linear_memory"]
+    assert verdict.status == "not measured" and "divides by a difference of our numbers" in verdict.reason
+
+
 CHUNKS = {4: 76.0, 8: 76.5, 16: 77.0, 32: 75.0, 64: 74.0, 0: 74.5}  # by the words on Fig. 7a; 0 is all 196 tokens
 
 

@@ -47,7 +47,7 @@ def check(checkout, capsys) -> list[str]:
     except RunError as error:
         assert "\n" not in str(error) and "`repro report`" in str(error) and error.exit_code == 1
         found = capsys.readouterr().out.splitlines()
-        assert str(error).startswith(f"report: {len(found)} of ")
+        assert str(error).startswith(f"report: {len(found)} outdated ")
     assert {file: file.read_bytes() for file in checkout.paths.root.rglob("*") if file.is_file()} == before, "it must write nothing"
     return [line.removeprefix("report: ").removesuffix(": not what the records and the ledger give") for line in found]
 
