@@ -97,7 +97,8 @@ class Results:
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
             speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1]
             for row in name_keys(mark_noise(speeds), f"{source.path}: metrics.rows"):
-                if row["device"] != source.device:
+                # a processor's threads come after a comma; a sweep by hand may have rows of several numbers of them
+                if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
                     why = f"a row names the device {row['device']}, and the record {source.device}"
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))

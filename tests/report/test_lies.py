@@ -136,6 +136,8 @@ def test_a_speed_of_another_device_cannot_take_the_papers_name(checkout):
         checkout.speed(*(row | {"device": device} for row in pair()), device=said)
         with pytest.raises(UserError, match=f"results/efficiency/metrics.json: a row names the device {device}, and the record {said}"):
             checkout.judge()
+    checkout.speed(*(row | {"device": checkout.CPU.replace("2", "4")} for row in pair()), device=checkout.CPU)  # more of its threads
+    assert checkout.judge()[SPEEDUP].status == "not measured"
     checkout.speed(*pair(), device=checkout.CPU)
     assert (checkout.judge()[SPEEDUP].status, checkout.judge()[SPEEDUP].ours) == ("not measured", None)
     checkout.speed(*pair(), device=checkout.L40S)
