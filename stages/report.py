@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from repro.core.config import active_profile, load_section, load_yaml
+from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
 
@@ -25,24 +26,39 @@ _FILES = ("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")  #
 STAGE = Stage(params=ReportParams, modules=lambda params: find_rooms(), files=_FILES)
 
 
-def command(html: Annotated[bool, typer.Option("--html/--no-html", help="Also write report.html, one page for a browser.")] = True) -> None:
+def command(
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Also write report.html, one page for a browser.")] = True,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; name each page that is not what the records give.")] = False,
+) -> None:
     """Set the paper's numbers beside ours: write results/tables.md, report.html, claims.csv and claims.json."""
     paths = find_root()
-    run(load_section(ReportParams, paths.params, "report"), paths, html=html)
+    run(load_section(ReportParams, paths.params, "report"), paths, html=html, check=check)
 
 
-def run(params: ReportParams, paths: Paths, *, html: bool = True) -> None:
-    """Report on every paper that has a room; see `repro.report.pages.write_report`."""
-    from repro.report.pages import write_passage, write_report
+def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = False) -> None:
+    """Report on every paper that has a room; see `write_report` and, for `check`, `find_outdated` in `repro.report.pages`.
+
+    Raises:
+        RunError: `check`, and a page is not what the records give.
+    """
+    from repro.report.pages import find_outdated, write_report
     from repro.report.results import Results
 
     papers = list(load_papers().values())
     results = Results(paths, papers, load_scores(paths))
     verbs = [verb_of(name) for name in stage_names()]
     named = active_profile(paths, besides=("runtime",))
-    line = write_report(papers, results, params.speed_dtype, verbs, named, with_html=html)
-    write_passage(paths.root / "README.md", "verbs", describe_verbs())
-    print(line)
+    about = papers, results, params.speed_dtype, verbs, named
+    passages = [("README.md", "verbs", describe_verbs())]
+    if not check:
+        print(write_report(*about, passages=passages, with_html=html))
+        return
+    outdated = find_outdated(*about, passages=passages)
+    for name in outdated:
+        print(f"report: {name}: not what the records and the ledger give")
+    if outdated:
+        raise RunError(f"report: {len(outdated)} outdated or edited by hand; run `repro report`")
+    print("report: every page is what the records and the ledger give")
 
 
 def load_scores(paths: Paths) -> dict[str, dict[str, str]]:

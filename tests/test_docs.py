@@ -219,3 +219,74 @@ def test_imports_follow_the_diagram():
             if words[0] in ("kernels", "stages") or (words[0] == "repro" and len(words) > 1):
                 assert room_of(words) in allowed[room], f"{name} imports {target}"
     assert seen == set(graph)
+
+
+# pages that speak of results; a number in their prose stands between markers, where code writes it, or is one of these
+PAGES_WITH_RESULTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("dense.md", "ablations.md", "gpu.md"))]
+ALLOWED = {
+    r"(?:Tables?|Fig\.|Section|Eq\.) \d+(?:\.\d+)?(?: and \d+)*": "a place in the paper",
+    r"Python \d\.\d+": "a version, equal to pyproject.toml's by test_readme.py",
+    r"\d+ GB of disk": "what the installation needs, equal to the Makefile's by test_readme.py",
+    r"\(4, 8, 16, 32, 64, all tokens\)": "the paper's chunk sizes",
+    r"20 entries, which are 17 models": "the paper's variants, counted in tests/papers/test_vision_ttt.py",
+    r"at batch 64": "the batch of the paper's throughput",
+    r"b = 64": "the chunk size that the paper calls the worst",
+    r"95 % (?:interval|accuracy)|at 5 %|1\.96·√\(2p\(1−p\)/images\)|n − 1": "the level of significance, and its formulas",
+    r"D = 64 and chunk 16|16 states|192 channels|heads of 32": "sizes of the paper's models, whose kernels were compiled",
+    r"learning rate of 0|mean 0|\(B, T, 2, H, D\)": "of the algorithm: what a number is made to be, and a shape",
+    r"has 16 cells with one seed each; the 17th model": "cells of profiles/paper.yaml, counted below",
+}
+
+
+def find_typed_numbers(text: str) -> list[tuple[int, str]]:
+    """(line, number) of each number in the prose of a page: outside generated blocks, code, links' targets and names, but `ALLOWED`.
+
+    A number may be broken over two lines from its unit, so that line breaks count as spaces.
+    """
+
+    def blank(match: re.Match) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    for hidden in (r"<!-- ([\w ]+) -->\n.*?<!-- /\1 -->", r"^```.*?^```$", r"`[^`]*`", r"\]\([^)]*\)"):
+        text = re.sub(hidden, blank, text, flags=re.S | re.M)
+    for allowed in ALLOWED:
+        text = re.sub(allowed.replace(" ", r"\s+"), blank, text)
+    text = re.sub(r"^\d+\. |[A-Za-z][\w-]*\d\S*", blank, text, flags=re.M)  # items of a list; names: ImageNet-1K, sm_80, Apache-2.0
+    return [(text.count("\n", 0, match.start()) + 1, match[0]) for match in re.finditer(r"\d[\d.,]*\d|\d", text)]
+
+
+def test_typed_numbers_are_found_where_they_stand():
+    page = """# Results of 3 runs
+
+<!-- results -->
+| 97.5 % |
+<!-- /results -->
+1. As Table 2 and Section 5.3 say, `b = 16` has a 95 %
+interval; ImageNet-1K has [more](docs/5.md): 1,281,167 images, and 97.5 % are right.
+
+```
+repro pretrain --epochs 7
+```
+A chunk of 16, or of b = 64.
+"""
+    assert find_typed_numbers(page) == [(1, "3"), (7, "1,281,167"), (7, "97.5"), (12, "16")]
+
+
+def test_no_number_of_a_result_is_typed_by_hand():
+    found = [
+        f"{page.relative_to(ROOT).as_posix()}, line {line}: {number}"
+        for page in PAGES_WITH_RESULTS
+        for line, number in find_typed_numbers(page.read_text(encoding="utf-8"))
+    ]
+    assert not found, found
+
+
+def test_every_number_that_is_allowed_is_there():
+    """A list that only grows would in the end allow everything."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES_WITH_RESULTS)
+    assert not [allowed for allowed in ALLOWED if not re.search(allowed.replace(" ", r"\s+"), text)]
+
+
+def test_the_cells_of_the_ablation_are_as_many_as_its_page_says():
+    cells = load_yaml(ROOT / "profiles/paper.yaml")["ablate"]
+    assert len(cells) == 16 and all(cell["seeds"] == [0] for cell in cells.values())

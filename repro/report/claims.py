@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
-from .arithmetic import Number, agreement, decimals, near
+from .arithmetic import FUNCTIONS, Number, agreement, decimals, near
 from .expressions import Expression
 from .ledger import Claim, Entry, Relation
 from .paper import Paper
@@ -31,6 +31,7 @@ from .verdicts import (
 
 _SPEEDS = {"fps", "memory_mib"}
 _COSTS = {*_SPEEDS, "macs_g", "macs_saved_percent", "operator"}
+_FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's own rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class _Judge:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
         explanation = None if how else self._explain(entry)
-        compared = _compare(entry, how, explanation, is_declared)
+        compared = self._compare(entry, how, explanation, is_declared)
         status = INCONSISTENT if evidence else compared
         return Verdict(**found, status=status.word, compared=compared.word, ours=ours, how=how, delta=delta, explanation=explanation)
 
@@ -124,6 +125,30 @@ class _Judge:
                 raise
         return self._evaluate_ours(entry.declared, self.paper_group), True
 
+    def _compare(self, entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
+        """What ours comes to beside the paper's; only independent numbers can match."""
+        if how is None:
+            return EXPLAINED if explanation else UNEXPLAINED
+        if is_declared or entry.kind == "setting" or self._is_arithmetic(entry):
+            return DECLARED
+        if self._is_fitted(entry):
+            return FITTED
+        return TRUNCATED if how == "truncation" else MATCHED
+
+    def _is_arithmetic(self, entry: Entry) -> bool:
+        """Whether ours comes from no record and no model, but from constants alone."""
+        if entry.ours is None:
+            return False
+        own = all(call.name in FUNCTIONS for call in entry.ours.calls)
+        return own and all(self._is_arithmetic(self.entries[name]) for name in entry.ours.references)
+
+    def _is_fitted(self, entry: Entry) -> bool:
+        """Whether ours is by a convention that was fitted to such rows, or from a number that is."""
+        if entry.ours is None:
+            return False
+        own = entry.fitted is not None or _calls(entry, _FITTED)
+        return own or any(self._is_fitted(self.entries[name]) for name in entry.ours.references)
+
     def _explain(self, entry: Entry) -> str | None:
         """Why ours differs, with its evidence; None where no explanation stands up to its computation."""
         for explanation in entry.explanations:
@@ -133,10 +158,14 @@ class _Judge:
                 shown = self._of_paper(explanation.expression, counted=True)
             except Missing:
                 continue
-            stands = shown if isinstance(shown, bool) else agreement(shown, entry.printed or "")
-            if stands:
-                places = 3 if entry.printed is None else decimals(entry.printed) + 2
-                return explanation.text.format(computed="" if isinstance(shown, bool) else _format_computed(shown, places))
+            if isinstance(shown, bool):
+                if shown:
+                    return explanation.text
+                continue
+            if entry.printed is None:
+                raise ValueError(f"ledger: {entry.id}: an explanation of a statement `shows` a condition, and no number")
+            if agreement(shown, entry.printed):
+                return explanation.text.format(computed=_format_computed(shown, decimals(entry.printed) + 2))
         return None
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
@@ -179,7 +208,10 @@ class _Judge:
     ) -> Number | bool:
         speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
         measured = {**self.results.functions(), **speeds}
-        return self._evaluate(expression, lambda name: self._ours(self.entries[name], group, choose), measured)
+        try:
+            return self._evaluate(expression, lambda name: self._ours(self.entries[name], group, choose), measured)
+        except ZeroDivisionError:
+            raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
 
     def _evaluate(self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]) -> Number | bool:
         def agrees(number: Number, entry_id: str) -> bool:
@@ -230,17 +262,6 @@ class _Judge:
         if words[:1] != ["repro"] or words[1] in self.verbs:
             return command
         return f"{command.partition('  #')[0]}  # not built yet"
-
-
-def _compare(entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
-    """What ours comes to beside the paper's; only independent numbers can match."""
-    if how is None:
-        return EXPLAINED if explanation else UNEXPLAINED
-    if is_declared or entry.kind == "setting":
-        return DECLARED
-    if entry.fitted is not None:
-        return FITTED
-    return TRUNCATED if how == "truncation" else MATCHED
 
 
 def _raise_missing(reason: str, command: str) -> Callable:

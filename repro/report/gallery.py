@@ -65,8 +65,8 @@ def describe_origin(sources: list[Source], named: str) -> str:
 
 
 def describe_profile(sources: Iterable[Source], named: str) -> str:
-    """The profile that records were made with, whose name is `named`; or that a person ran their commands."""
-    return named if any(source.stage for source in sources) else "run by hand"
+    """The profile that records were made with, whose name is `named`; or that a person ran their commands; or both."""
+    return " and ".join(dict.fromkeys(named if source.stage else "run by hand" for source in sources))
 
 
 def _origin_line(name: str, sources: list[Source], report: Report) -> Line:

@@ -53,11 +53,15 @@ def _describe(report: Report, page: Sequence[Section], prefix: str) -> dict[str,
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     """(label, text) of what is shown of a verdict on demand."""
-    evidence = "why it cannot be measured as described" if verdict.status == NOT_MEASURABLE.word else "why the paper contradicts itself"
-    about = [("entry", verdict.entry.id), ("why ours differs", verdict.explanation), (evidence, verdict.evidence)]
-    about += [("what was fitted", verdict.entry.fitted)] if verdict.compared == FITTED.word else []
-    about += [("why not measured", verdict.reason)] if verdict.status != NOT_MEASURABLE.word else []
-    about += [("what would measure it", verdict.command), ("matched by", verdict.how)]
+    entry, status = verdict.entry, verdict.status
+    about = [("entry", entry.id)]
+    if status == NOT_MEASURABLE.word:
+        about.append(("why nobody can have measured it", verdict.evidence))
+    else:
+        about += [("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
+        about.append(("what would measure it", verdict.command))
+    about += [("why ours differs", verdict.explanation), ("agrees by", verdict.how)]
+    about.append(("why it is no evidence", entry.fitted if status == FITTED.word else None))
     about += [("elsewhere", str(each)) for each in verdict.elsewhere]
     for path in verdict.sources:
         about.append(("record", path))

@@ -271,7 +271,9 @@ def load_ledger(path: Path) -> Ledger:
     named += [(name, name) for explanation in ledger.explanations for name in explanation.ids]
     for claim in ledger.claims:
         if narrowed := find_narrowed(claim):
-            raise ValueError(f"ledger: {claim.id}: the statement is narrowed: it names no size, and is judged for {narrowed} alone")
+            raise ValueError(
+                f"ledger: {claim.id}: the statement is narrowed: it is about more sizes than {narrowed}, which it is judged for"
+            )
     for entry in ledger.entries.values():
         reasons = [*entry.relations, *entry.explanations, *([entry.measurable] if entry.measurable else [])]
         expressions = [entry.ours, entry.declared, *(each.expression for each in reasons)]
@@ -284,18 +286,25 @@ def load_ledger(path: Path) -> Ledger:
     return ledger
 
 
-_SIZES = {"T": ("tiny", "_t"), "S": ("small", "_s"), "B": ("base", "_b")}
-_ASKED_SIZE = re.compile(r"_(tiny|small|base)_|\w+(_[tsb])\.\w+")
+_SIZES = {"tiny": "T", "small": "S", "base": "B"}
+_NAMED_SIZES = re.compile(r"-([TSB](?:/[TSB])*)\b")
+_ASKED_SIZE = re.compile(r"([a-z]\w*?)_(?:(tiny|small|base)_|([tsb])\.)")  # `vim_tiny_patch16_224`, `table1.vim_t.macs_g`
 
 
 def find_narrowed(claim: Claim) -> str | None:
-    """The sizes, e.g. `S, B`, to which a statement is narrowed: it names none, and its expressions ask for some of T, S and B only."""
-    if claim.kind != "statement" or claim.about or re.search(r"-[TSB]\b", claim.says):
+    """The sizes, e.g. `S, B`, to which a statement is narrowed, which is about more.
+
+    A statement is about the sizes that it names. One that names none is about T, S and B of every model that it speaks of.
+    """
+    if claim.kind != "statement" or claim.about:
         return None
-    text = f"{claim.holds or ''} {claim.ours or ''}"
-    found = {word for match in _ASKED_SIZE.finditer(text) for word in match.groups() if word}
-    asked = [size for size, names in _SIZES.items() if found & set(names)]
-    return ", ".join(asked) if 0 < len(asked) < len(_SIZES) else None
+    asked: dict[str, set[str]] = {}
+    for model, word, letter in _ASKED_SIZE.findall(f"{claim.holds or ''} {claim.ours or ''}"):
+        asked.setdefault(model, set()).add(_SIZES.get(word) or letter.upper())
+    named = {size for sizes in _NAMED_SIZES.findall(claim.says) for size in sizes.split("/")}
+    judged = [set().union(*asked.values())] if named and asked else asked.values()
+    narrowed = next((sizes for sizes in judged if (named or set(_SIZES.values())) - sizes), None)
+    return ", ".join(size for size in _SIZES.values() if size in narrowed) if narrowed else None
 
 
 def _relations(entry_id: str, because: str, **rules: str | None) -> tuple[Relation, ...]:

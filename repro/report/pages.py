@@ -1,11 +1,14 @@
 """All pages of the report: put together from their sections, and written."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..core.csvfile import write_csv
 from ..core.errors import UserError
+from ..core.paths import Paths
 from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
 from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
@@ -20,17 +23,28 @@ from .results import Results
 from .variants import draw_variants, find_shown, variants_section
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
+_BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
+Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
+Pages = list[tuple[Report, list[Section]]]
 # what a value of another type or form than today's leads to
 RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 
 
 def write_report(
-    papers: Sequence[Paper], results: Results, speed_dtype: str, verbs: Sequence[str], profile: str | None, *, with_html: bool = True
+    papers: Sequence[Paper],
+    results: Results,
+    speed_dtype: str,
+    verbs: Sequence[str],
+    profile: str | None,
+    *,
+    passages: Iterable[Passage] = (),
+    with_html: bool = True,
 ) -> str:
     """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures, passages and the blocks of README.md.
 
     Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
-    other, and, `with_html`, report.html for all of them. For `speed_dtype`, `verbs` and `profile` see `judge_paper`.
+    other, and, `with_html`, report.html for all of them. `passages` are further ones than the papers'. For `speed_dtype`,
+    `verbs` and `profile` see `judge_paper`.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
@@ -39,38 +53,86 @@ def write_report(
         UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then written but
             figures. A missing record leaves its entries `not measured`.
     """
+    judge = partial(judge_paper, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
+    pages, documents, built, html = _build_pages(papers, results, judge, results.paths.results / "figures", with_html=with_html)
+    note_pipeline(pages[0][0])
+    _write_pages(pages, documents, [*built, *passages], results.paths)
+    if html is not None:
+        write_text(results.paths.results / "report.html", html)
+    counts = count_statuses(pages[0][0].all)
+    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
 
-    def build(results: Results, figures: Path) -> tuple[list[tuple[Report, list[Section]]], list[tuple[Path, str, str]], str | None]:
+
+def find_outdated(
+    papers: Sequence[Paper],
+    results: Results,
+    speed_dtype: str,
+    verbs: Sequence[str],
+    profile: str | None,
+    *,
+    passages: Iterable[Passage] = (),
+) -> list[str]:
+    """The pages and the blocks of pages that `write_report` would change, e.g. `README.md, block results`. Nothing is written.
+
+    Pictures, and what Git does not keep, are not compared. For the arguments see `write_report`.
+    """
+    judge = partial(judge_paper, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
+    with TemporaryDirectory() as folder:
+        written = Paths(Path(folder) / "checkout")
+        for file in (results.paths.root / "README.md", *sorted((results.paths.root / "docs").glob("*.md"))):
+            if file.is_file():
+                write_text(written.root / file.relative_to(results.paths.root), file.read_text(encoding="utf-8"))
+        pages, documents, built, _ = _build_pages(papers, results, judge, Path(folder) / "figures", with_html=False)
+        _write_pages(pages, documents, [*built, *passages], written)
+        files = [file.relative_to(written.root) for file in sorted(written.root.rglob("*")) if file.is_file()]
+        return [each for file in files for each in _compare_files(results.paths.root / file, written.root / file, file.as_posix())]
+
+
+def _build_pages(
+    papers: Sequence[Paper], results: Results, judge: Callable[[Paper, Results], Report], figures: Path, *, with_html: bool
+) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
+    """Judge, draw into the folder `figures`, and build the pages, those in docs/ by name, the passages and, `with_html`, the browser's page."""
+
+    def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-        pages, passages = [], []
+        pages, documents, passages = [], {}, []
         for paper in papers:
-            report = judge_paper(paper, results, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
+            report = judge(paper, results)
             draw_variants(report, figures)
             draw_contest(report, figures)
             pages.append((report, build_document(report)))
+            documents |= {each.file: render_markdown(each.build(report), "../results/") for each in paper.documents}
             passages += build_passages(report)
-        return pages, passages, render_html(pages) if with_html else None
+        return pages, documents, passages, render_html(pages) if with_html else None
 
-    folder = results.paths.results
     try:
-        pages, passages, html = build(results, folder / "figures")
+        return build(results, figures)
     except RECORD_ERRORS as error:
         broken = find_broken_record(results, build)
         if broken is None:
             raise
         reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
         raise UserError(f"{broken.path}: {reason}") from error
-    note_pipeline(pages[0][0])
+
+
+def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[Passage], paths: Paths) -> None:
+    """Write what Git keeps, but for pictures, into the checkout at `paths`."""
     for report, page in pages:
-        _write_page(report, page)
-        for document in report.paper.documents:
-            write_text(results.paths.root / "docs" / document.file, render_markdown(document.build(report), "../results/"))
-    for passage in passages:
-        write_passage(*passage)
-    if html is not None:
-        write_text(folder / "report.html", html)
-    counts = count_statuses(pages[0][0].all)
-    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
+        _write_page(report, page, paths)
+    for name, text in documents.items():
+        write_text(paths.root / "docs" / name, text)
+    for name, marker, text in passages:
+        write_passage(paths.root / name, marker, text)
+
+
+def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
+    """How a file of a checkout is called that is not the expected one, or those of its blocks that are not; empty where it is."""
+    if not found.is_file():
+        return [f"{name}, which is missing"]
+    if found.read_bytes() == expected.read_bytes():
+        return []
+    contents = [dict(_BLOCK.findall(file.read_text(encoding="utf-8"))) for file in (found, expected)]
+    return [f"{name}, block {block}" for block, text in contents[1].items() if contents[0].get(block) != text] or [name]
 
 
 def build_document(report: Report) -> list[Section]:
@@ -101,11 +163,10 @@ def build_document(report: Report) -> list[Section]:
     return page
 
 
-def build_passages(report: Report) -> list[tuple[Path, str, str]]:
-    """(file, marker, text) of each passage that a paper's room declares."""
-    root = report.results.paths.root
+def build_passages(report: Report) -> list[Passage]:
+    """Each passage that a paper's room declares."""
     return [
-        (root / file, marker, render_blocks(build(report), f"{'../' * file.count('/')}results/"))
+        (file, marker, render_blocks(build(report), f"{'../' * file.count('/')}results/"))
         for file, passages in report.paper.passages.items()
         for marker, build in passages.items()
     ]
@@ -123,8 +184,8 @@ def find_broken_record(results: Results, build: Callable[[Results, Path], object
     return None
 
 
-def _write_page(report: Report, page: list[Section]) -> None:
-    paper, folder = report.paper, report.results.paths.results
+def _write_page(report: Report, page: list[Section], paths: Paths) -> None:
+    paper, folder = report.paper, paths.results
     claims = export_json(paper.ledger.paper.version, report.all)
     if not paper.primary:
         write_text(folder / "papers" / f"{paper.id}.md", render_markdown(page, "../"))
@@ -134,7 +195,7 @@ def _write_page(report: Report, page: list[Section]) -> None:
     write_json(folder / "claims.json", claims)
     write_csv(folder / "claims.csv", export_rows(report.all))
     for name, block in readme_blocks(report).items():
-        write_passage(report.results.paths.root / "README.md", name, block)
+        write_passage(paths.root / "README.md", name, block)
 
 
 def write_passage(file: Path, marker: str, text: str) -> None:

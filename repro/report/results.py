@@ -97,6 +97,10 @@ class Results:
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
             speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1]
             for row in name_keys(mark_noise(speeds), f"{source.path}: metrics.rows"):
+                # a processor's threads come after a comma; a sweep by hand may have rows of several numbers of them
+                if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
+                    why = f"a row names the device {row['device']}, and the record {source.device}"
+                    raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
@@ -160,9 +164,9 @@ class Results:
         return f"{model}[{','.join(shown)}]" if shown else model
 
     def is_full(self, source: Source) -> bool:
-        """Whether it was scored on the whole validation split of a benchmark."""
-        benchmark = BENCHMARKS.get(source.metrics["kind"])
-        return benchmark is not None and source.metrics.get("held_out_images") == benchmark.val_images
+        """Whether it was scored on the whole validation split of a benchmark, and on no other of the same size."""
+        benchmark, m = BENCHMARKS.get(source.metrics["kind"]), source.metrics
+        return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
 
     def find(self, path: str) -> Source | None:
         """The record at a path; None where a number was read from another file."""

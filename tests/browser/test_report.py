@@ -12,6 +12,7 @@ from repro.papers import load_primary
 from repro.report.pages import write_report
 from repro.report.paper import Paper
 from repro.report.results import Results
+from repro.report.verdicts import STATUSES
 from stages.report import ReportParams, run
 
 pytestmark = pytest.mark.browser
@@ -79,7 +80,7 @@ def test_filters_count_as_claims_json_does(open_page, folder):
     page, claims = open_page(), json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     entries = claims["entries"]
     assert shown(page) == len(entries)
-    for status in ("matched", "differs", "not measured", "paper inconsistent"):
+    for status in STATUSES:
         chip = page.locator(f'.chip[data-status="{status}"]')
         chip.click()
         assert shown(page) == claims["summary"][status]
@@ -214,7 +215,7 @@ CONTRASTS = """() => {
   const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
   const luminance = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map(channel).reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0);
   const found = {};
-  for (const selector of ["body", "nav a", "main a", "label", ".matched", ".differs", ".not-measured", ".paper-inconsistent", "thead th", ".compared .paper"]) {
+  for (const selector of ["body", "nav a", "main a", "label", ".matched", ".differs-unexplained", ".not-measured", ".paper-inconsistent", "thead th", ".compared .paper"]) {
     const element = document.querySelector(selector);
     for (const ground of [document.body, document.querySelector(".ledger")]) {
       const pair = [getComputedStyle(element).color, getComputedStyle(ground).backgroundColor].map(luminance).sort((a, b) => b - a);

@@ -22,6 +22,8 @@ TOP = {"top1_percent": "top1", "top5_percent": "top5"}
 # stages of the graph -> their scores, as the table of stages has them
 SCORES: dict[str, dict[str, str]] = {
     "complexity": {},
+    "readings": {},
+    "theory": {},
     "pretrain": TOP,
     "baselines": TOP,
     "detect": {"ap_box_percent": "box AP", "ap50_box_percent": "AP50", "ap_mask_percent": "mask AP"},
@@ -30,7 +32,41 @@ SCORES: dict[str, dict[str, str]] = {
     "efficiency": {},
     "visualize": {},
 }
-VERBS = ("complexity", "pretrain", "detect", "segment", "ablate", "efficiency", "visualize", "evaluate", "profile", "data", "kernels")
+VERBS = (*SCORES, "evaluate", "profile", "data", "kernels")
+
+
+def theorems(**changes: float) -> dict:
+    """The errors that `repro theory` measures, as they are where every theorem holds and A.2 is misprinted."""
+    exact = ("a2_corrected", "c1_linear_attention", "c2_delta_rule", "c2_adapted_value_view")
+    return {**dict.fromkeys(exact, 1e-15), "a2_printed_largest": 3.9, **changes}
+
+
+def visualized() -> dict:
+    """A record of `repro visualize` whose every number speaks for the paper."""
+
+    def field(ahead: float, anisotropy: float = 0.1) -> dict:
+        weights = "results/pretrain/v/weights.safetensors"
+        return {"share_ahead": ahead, "anisotropy": anisotropy, "radius_90_px": 40.0, "image_size": 144, "weights": weights}
+
+    gradients = {
+        name: {"top30_share_percent": share, "ink": {"later_top30_percent": on_ink, "later_percent": 28.0}}
+        for name, share, on_ink in (("before", 35.0, 30.0), ("after", 60.0, 70.0))
+    }
+    losses = {"epoch_0": ([1.0, 3.0], 0.9), "epoch_3": ([4.0, 8.0], 0.5), "epoch_12": ([2.0, 4.0], 0.25)}
+    return {
+        "model": "vittt_nano_patch16_144",
+        "data": "digits",
+        "held_out_images": 8,
+        "gradient_magnitude": gradients,
+        "receptive_fields": {
+            "Vanilla TTT": field(0),
+            "+ Dual": field(0.5, 0.2),
+            "+ Conv2d": field(0.5, 0.05),
+            "DeiT": field(0.5),
+            "Vim": field(0.5),
+        },
+        "reconstruction_loss": {epoch: {"mean_by_layer": means, "smallest": least} for epoch, (means, least) in losses.items()},
+    }
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +110,8 @@ class Checkout:
         }
         write_record(self.paths.results / path, metrics, identity, seconds=1.0, name=name)
 
-    def count(self, **rows: tuple) -> None:
-        """complexity rows: `name=(model, options, image size, num_params, macs_g)`."""
+    def count(self, saved: dict | None = None, dwconv: dict | None = None, **rows: tuple) -> None:
+        """complexity rows: `name=(model, options, image size, num_params, macs_g)`; percents saved at 1280, M of the 3×3 convolutions."""
         written = {
             name: {
                 "model": model,
@@ -88,7 +124,7 @@ class Checkout:
             }
             for name, (model, options, size, num_params, macs_g) in rows.items()
         }
-        self.record("complexity", {"rows": written, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
+        self.record("complexity", {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}})
 
     def train(self, path: str, model: str, kind: str, *, held_out_images: int, top1: float | tuple[float, ...] = (), **more: Any) -> None:
         """The record of a training cell, with one seed for each of `top1`; `more` overrides and adds."""
@@ -108,6 +144,7 @@ class Checkout:
             "image_size": 224,
             "classes": 10,
             "num_params": 7,
+            "split": "val",
             "held_out_images": held_out_images,
             "recipe_hash": "r",
             **scores,
@@ -145,6 +182,13 @@ class Checkout:
 
     def judge(self, speed_dtype: str = "fp16") -> dict[str, Verdict]:
         return dict(self.report(speed_dtype).verdicts)
+
+    def report_on(self, ledger: str, **more: Any) -> Report:
+        """What the records say of a made-up paper; `more` are fields of its `Paper`."""
+        file = self.write("made_up/ledger.yaml", f"paper: {{title: t, version: v, speed_device: L40S, speed_batch: 64}}\n{ledger}")
+        paper = Paper(id="made_up", name="Made-up", model="Made-up", ledger_file=file, **more)
+        results = Results(self.paths, [paper], SCORES)
+        return judge_paper(paper, results, speed_dtype="fp16", verbs=VERBS, profile="mini")
 
     def page(self) -> str:
         """tables.md."""

@@ -8,6 +8,9 @@ from PIL import Image
 
 from repro.papers.vision_ttt.figures import FIGURES
 from repro.report.records import find_missing_records
+from repro.report.verdicts import STATUSES
+
+from .conftest import visualized
 
 # the paper's captions, in its order; Fig. 2, 4 and 5 are diagrams
 PAPER = ["1", "2", "3", "4", "5", "6", "7a", "7b", "8", "9", "10", "11"]
@@ -34,7 +37,7 @@ def test_every_figure_of_the_paper_stands_in_its_order(checkout):
 
 
 def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(checkout):
-    checkout.record("visualize", {"held_out_images": 8}, device=checkout.CPU)
+    checkout.record("visualize", visualized(), device=checkout.CPU)
     checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
     drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png"}
     for name in drawn.values():
@@ -104,5 +107,6 @@ def test_every_place_of_the_paper_has_what_checks_it(checkout, place):
 
 def test_every_entry_of_the_ledger_is_in_the_index(checkout):
     text = checkout.page().split("\n## Where each claim is checked\n")[1].split("\n## ")[0]
-    counted = sum(int(number) for number in re.findall(r"(\d+) (?:matched|differs|not measured|paper inconsistent)", text))
+    words = "|".join(sorted(STATUSES, key=len, reverse=True))
+    counted = sum(int(number) for number in re.findall(rf"(\d+) (?:{words})", text))
     assert counted == len(checkout.ledger.entries)

@@ -10,10 +10,12 @@ from PIL import Image
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.report.claims import judge_paper
+from repro.report.document import make_anchor
 from repro.report.html import render_html
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
+from repro.report.verdicts import STATUSES
 from stages.report import ReportParams, load_scores, run
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +81,7 @@ def test_the_ledgers_rows_are_those_of_claims_json(checkout):
     statuses = [text.strip() for _, _, text in elements.all("button", **{"class": "status"})]
     assert [text.split(" ", 1)[1] for text in statuses] == [entry["status"] for entry in claims["entries"]]  # a mark, and the word
     chips = {attributes["data-status"]: int(text.split()[-1]) for _, attributes, text in elements.all("button", **{"class": "chip"})}
-    assert chips == {status: claims["summary"][status] for status in chips} and len(chips) == 4
+    assert chips == {status: claims["summary"][status] for status in chips} and list(chips) == list(STATUSES)
     assert all(row["data-places"] for row in rows)
 
 
@@ -96,6 +98,30 @@ def test_what_explains_a_status_stands_in_its_row(checkout):
         assert text in about["table1.vittt_t.params_m"]
     assert "no run on all of ImageNet-1K" in about["table1.vittt_t.top1_percent"]
     assert "repro pretrain" in about["table1.vittt_t.top1_percent"]
+
+
+def test_each_status_has_its_own_words_in_its_row(checkout):
+    """What differs says why, what nobody can measure is no contradiction, and what was fitted says to what."""
+    checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
+    content = checkout.json("results/complexity/metrics.json")
+    fitted = {"model": "vit_adapter", "options": {"backbone": "vittt_tiny_patch16_224"}, "image_size": [800, 1344], "num_params": 9_228_000}
+    content["metrics"]["rows"]["adapted"] = {**fitted, "macs_g": 1.0, "macs_g_paper_convention": 74.3}
+    checkout.record("complexity", content["metrics"])
+    elements = Elements(page(checkout))
+    names = [entry["id"] for entry in checkout.json("results/claims.json")["entries"]]
+    about = dict(zip(names, (text for _, _, text in elements.all("div", **{"class": "about"})), strict=True))
+    assert "why ours differsEq. 13 with MLP, patch convolution and head gives 1.4448" in about["table3.conv2d.macs_g"]
+    unmeasurable = about["text.5_3.speedup_1280_b"]
+    assert "why nobody can have measured it" in unmeasurable and "contradicts itself" not in unmeasurable
+    assert (
+        "why it is no evidence" in about["table2_coco.vittt_t.macs_g"] and "was fitted to the rows" in about["table2_coco.vittt_t.macs_g"]
+    )
+    assert "why it is no evidence" not in about["table1.vittt_t.params_m"]
+
+
+def test_every_status_has_a_colour():
+    style = (ROOT / "repro/report/template.html").read_text(encoding="utf-8")
+    assert all(re.search(rf"\.{make_anchor(word)}[ ,]", style) for word in STATUSES)
 
 
 def test_records_cannot_write_markup(checkout):
@@ -168,7 +194,7 @@ def test_a_damaged_picture_is_one_line_that_names_it(checkout):
 def test_a_record_of_another_version_is_one_line_that_names_it(checkout, change, key):
     content = checkout.json(ROOT / "results/measured/cpu_amd_epyc/efficiency.json")
     change(content["metrics"])
-    checkout.record("measured/cpu/efficiency", content["metrics"])
+    checkout.record("measured/cpu/efficiency", content["metrics"], device=content["identity"]["device"])
     with pytest.raises(UserError) as caught:
         run(ReportParams(), checkout.paths, html=False)
     assert str(caught.value).startswith("results/measured/cpu/efficiency/metrics.json: ") and key in str(caught.value)

@@ -1,12 +1,13 @@
 """The ledger against the paper: the tables' text (paper_tables.txt, from one rendering), and numbers typed from its text."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from repro.core.errors import UserError
-from repro.report.ledger import load_ledger
+from repro.report.ledger import Claim, find_narrowed, load_ledger
 
 PAPER_TABLES = Path(__file__).with_name("paper_tables.txt")
 SIZES = {"table1": (35, 3), "table2_coco": (15, 4), "table2_ade20k": (15, 3), "table3": (6, 7), "table4": (5, 6)}
@@ -118,6 +119,13 @@ NUMBER = "  - {id: x.y, place: p, says: s, kind: count, values: {a: {printed: 1.
         (NUMBER % " + no.such", ValueError, "x.y_a: no entry no.such"),
         (NUMBER % " +", ValueError, "not an expression of the ledger: 1 \\+ 0 \\+"),
         ("  - {id: x.y, place: p, says: s, kind: statement}\n", ValueError, "x.y: has neither `ours` nor a reason"),
+        (NUMBER % ", declared: f(", ValueError, "not an expression"),
+        (NUMBER % ", declared: no.such + 1", ValueError, "x.y_a: no entry no.such"),
+        (NUMBER % ", measurable: no.such < 1", ValueError, "x.y_a: no entry no.such"),
+        (NUMBER % "" + "explanations: [{ids: [x.z], text: t, source: s}]\n", ValueError, "x.z: no entry x.z"),
+        (NUMBER % "" + "explanations: [{ids: [x.y_a], text: t, shows: no.such}]\n", ValueError, "x.y_a: no entry no.such"),
+        (NUMBER % "" + "explanations: [{ids: [x.y_a], text: t}]\n", UserError, "either `shows` or `source`"),
+        (NUMBER % "" + "explanations: [{ids: [x.y_a], text: t, shows: 1 < 2, source: s}]\n", UserError, "either `shows` or `source`"),
     ],
 )
 def test_a_mistake_in_the_ledger_is_an_error(tmp_path, text, error, message):
@@ -131,3 +139,55 @@ def test_printed_digits_survive_reading(tmp_path):
     file = tmp_path / "ledger.yaml"
     file.write_text(BASE + NUMBER % "", encoding="utf-8")
     assert load_ledger(file).entries["x.y_a"].printed == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("says", "asked", "narrowed"),
+    [
+        ("it is faster", "a.x_t.fps > 1 and a.x_s.fps > 1 and a.x_b.fps > 1", None),
+        ("it is faster", "a.x_s.fps > 1 and a.x_b.fps > 1", "S, B"),
+        ("it is faster", 'fps("x_tiny_patch16_224", 224) > 1', "T"),
+        ("it is faster", 'fps("x_tiny_patch16_224", 224) > 1 and a.x_s.fps > 1 and fps("x_base_patch16_224", 224) > 1', None),
+        ("X-T is faster", "a.x_t.fps > 1", None),
+        ("X-S/B are faster than Y-S/B", "a.x_s.fps > 1 and a.x_b.fps > 1", None),
+        ("X-S/B are faster than Y-S/B", "a.x_s.fps > 1", "S"),
+        ("X-T is faster than Y-T, X-B is slower", "a.x_t.fps > 1", "T"),
+        ("X-S is faster", "a.x_t.fps > 1 and a.x_s.fps > 1", None),  # more than it says
+        ("it is faster", "1 < 2", None),  # about no size at all
+        ("X is faster than Y", "a.x_t.fps > a.y_t.fps and a.x_s.fps > 1 and a.x_b.fps > 1", "T"),  # of Y, only T
+        ("X is faster than Y", "a.x_t.fps > a.y_t.fps and a.x_s.fps > a.y_s.fps and a.x_b.fps > a.y_b.fps", None),
+    ],
+)
+def test_a_statement_is_judged_for_every_size_that_it_is_about(says, asked, narrowed):
+    claim = Claim(id="x.y", place="p", says=says, kind="statement", holds=asked)
+    assert find_narrowed(claim) == narrowed
+    assert find_narrowed(dataclasses.replace(claim, holds=None, ours=asked)) == narrowed
+    assert find_narrowed(dataclasses.replace(claim, about="the size of its section")) is None
+
+
+def test_every_statement_of_this_ledger_is_judged_whole(ledger):
+    assert not [claim.id for claim in ledger.claims if find_narrowed(claim)]
+    about = {claim.id for claim in ledger.claims if claim.about}
+    assert about == {"text.fig7a.chunk", "text.fig7b.initial_states"}  # Section 5.4 is about Vittt-T
+
+
+def test_settings_are_declared_and_never_read_from_a_measurement(ledger):
+    """What was copied from the paper has no counterpart that could match."""
+    copied = {"profile", "profile_setting", "expected", "model_constant"}
+    for entry in ledger.entries.values():
+        assert not entry.ours or not copied & {call.name for call in entry.ours.calls}, entry.id
+
+
+def test_what_was_fitted_says_to_what(ledger):
+    for entry in ledger.entries.values():
+        if entry.ours and "macs_g_paper_convention" in {call.name for call in entry.ours.calls}:
+            assert "fitted to the rows" in entry.fitted, entry.id
+
+
+def test_rows_of_models_that_are_not_built_are_asked_by_formula(ledger):
+    rows = [row for row in ledger.table("table1").records.values() if not row["model"]]
+    assert [row["label"] for row in rows] == [f"{family}-{size}" for family in ("VMamba", "MambaVision") for size in "TSB"]
+    for row in rows:
+        params, macs, top1 = (ledger.entries[f"table1.{row['id']}.{column}"] for column in ("params_m", "macs_g", "top1_percent"))
+        assert [entry.ours.calls[0].args for entry in (params, macs)] == [(row["id"],), (row["id"],)]
+        assert top1.ours is None and top1.reason.endswith("is not built in this project")

@@ -46,7 +46,7 @@ def committed() -> dict[tuple[str, str], str]:
     paths, paper = Paths(ROOT), load_primary()
     verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
     report = judge_paper(paper, Results(paths, [paper], load_scores(paths)), speed_dtype="fp16", verbs=verbs, profile=named)
-    return {(file.relative_to(ROOT).as_posix(), marker): text for file, marker, text in build_passages(report)}
+    return {(file, marker): text for file, marker, text in build_passages(report)}
 
 
 @pytest.mark.parametrize(("file", "marker"), PASSAGES)

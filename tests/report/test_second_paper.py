@@ -1,12 +1,18 @@
 """A made-up second paper beside the first: its own page and claims, a tab in report.html, and nothing of the first one's."""
 
+import dataclasses
 import re
 
 import pytest
 
-from repro.report.pages import write_report
-from repro.report.paper import Figure, Paper, Question
+from repro.core.errors import UserError
+from repro.report.claims import judge_paper
+from repro.report.document import Section
+from repro.report.markdown import render_markdown
+from repro.report.pages import build_document, write_report
+from repro.report.paper import Document, Figure, Paper, Question
 from repro.report.results import Results
+from repro.report.verdicts import STATUSES
 
 from .conftest import SCORES, VERBS
 from .test_html import Elements
@@ -41,7 +47,15 @@ def second(tmp_path) -> Paper:
         formulas={"double": lambda number: 2 * number},
         questions=(Question(label="sizes", entries=("table1.*.params_m",)),),
         figures=(Figure(place="Fig. 1", shows="a diagram"),),
+        sections=(lambda report: [Section(f"{report.paper.name}'s own", [("its own words",)])], lambda report: []),
+        documents=(Document(file="second.md", build=describe, records="results/measured/*/second/*"),),
     )
+
+
+def describe(report) -> list[Section]:
+    """A page whose words are a number of a record."""
+    rows = [row for source in report.results.sources if source.stage == "complexity" for row in source.metrics["rows"].values()]
+    return [Section("A page of its own", [(f"{row['macs_g']:.1f} G",) for row in rows[:1]])]
 
 
 @pytest.fixture
@@ -57,7 +71,7 @@ def reported(checkout, second):
 def test_it_has_its_own_page_and_its_own_claims(reported):
     page = (reported.paths.results / "papers" / "second.md").read_text(encoding="utf-8")
     claims = reported.json("results/papers/second.claims.json")
-    assert claims["summary"] == {"matched": 2, "differs": 0, "not measured": 1, "paper inconsistent": 0, "entries": 3}
+    assert claims["summary"] == {**dict.fromkeys(STATUSES, 0), "matched": 2, "not measured": 1, "entries": 3}
     assert {entry["id"]: entry["status"] for entry in claims["entries"]} == {
         "table1.big.params_m": "matched",
         "table1.old.params_m": "not measured",
@@ -69,6 +83,34 @@ def test_it_has_its_own_page_and_its_own_claims(reported):
     titles = re.findall(r"(?m)^## (.*)", page)
     assert not {"Provenance", "Speed and memory measured here", "Headline claims", "Example pictures"} & set(titles)
     assert "Old is not built in this project" in page and "Table 1: sizes" in titles
+
+
+def test_its_own_sections_stand_on_its_page_and_its_documents_in_docs(reported):
+    page = (reported.paths.results / "papers" / "second.md").read_text(encoding="utf-8")
+    assert "\n## Second's own\n\nits own words\n\n## The text's claims\n" in page
+    assert (reported.paths.root / "docs" / "second.md").read_text(encoding="utf-8") == "# A page of its own\n\n1.0 G\n"
+    assert "its own words" not in (reported.paths.results / "tables.md").read_text(encoding="utf-8")
+
+
+def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
+    """Of the paper itself; a second paper's pages change nothing on the page of the first."""
+    checkout.train("measured/gpu/second/a", "other_big", "digits", top1=87.65, held_out_images=359)
+    own = dataclasses.replace(second, primary=True)
+    for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):
+        report = judge_paper(papers[0], Results(checkout.paths, papers, SCORES), speed_dtype="fp16", verbs=VERBS, profile="mini")
+        assert ("87.65 %" in render_markdown(build_document(report))) == is_shown
+
+
+def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, second):
+    """Only the page in docs/ reads this key."""
+    checkout.count(big=("other_big", {}, 224, 12_010_000, 1.0))
+    content = checkout.json("results/complexity/metrics.json")
+    content["metrics"]["rows"]["big"]["macs_g"] = "much"
+    checkout.record("complexity", content["metrics"])
+    papers = [dataclasses.replace(second, primary=True)]
+    with pytest.raises(UserError, match="results/complexity/metrics.json: cannot be read as a record of this version"):
+        write_report(papers, Results(checkout.paths, papers, SCORES), "fp16", VERBS, "mini", with_html=False)
+    assert not (checkout.paths.results / "tables.md").exists() and not (checkout.paths.root / "docs").exists()
 
 
 def test_the_first_papers_page_is_what_it_is_without_it(reported):

@@ -3,13 +3,17 @@
 from fractions import Fraction
 
 import pytest
+import torch
 
 from repro.measure.flops import cost
+from repro.models.registry import build_model
 from repro.models.ttt_mixer import DESIGNS as BUILT
+from repro.models.ttt_mixer import TTTMixer
 from repro.papers import load_primary
 from repro.papers.vision_ttt import formulas
 from repro.papers.vision_ttt.formulas import (
     DESIGNS,
+    model_constant,
     padded_tokens,
     score_tensors_gb,
     table3_step_g,
@@ -80,6 +84,19 @@ def test_memory_and_tokens_by_hand():
     assert score_tensors_gb(12, 6400, 2) == 2 * score_tensors_gb(12, 6400)
     assert padded_tokens(1333, 800) == (1344 // 16) * (800 // 16) == 4200
     assert padded_tokens(512, 512) == 1024
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_the_constants_are_those_of_the_built_models(size):
+    """What the ledger declares of the models: read from models that are built, without memory for their weights."""
+    with torch.device("meta"):
+        vittt, vim = (build_model(f"{family}_{size}_patch16_224") for family in ("vittt", "vim"))
+    mixers = [module for module in vittt.modules() if isinstance(module, TTTMixer)]
+    assert len(mixers) == model_constant("layers")
+    assert {mixer.head_dim for mixer in mixers} == {model_constant("head_dim")}
+    assert {mixer.chunk_size for mixer in mixers} == {vittt.chunk_size} == {model_constant("chunk_size")}
+    states = {tuple(value.shape)[-1] for name, value in vim.named_parameters() if "A_log" in name}
+    assert states == {model_constant("vim_state")}
 
 
 def test_a_wrong_design_is_named():

@@ -1,0 +1,190 @@
+"""The sections of Vision-TTT's page and its page of readings, from made-up records: for the paper, against it, and what is left out."""
+
+import re
+
+import pytest
+
+from repro.papers.vision_ttt.readings import load_choices
+from repro.papers.vision_ttt.readings_page import build_page, find_trained
+from repro.papers.vision_ttt.sections import flops_section, interpretability_section
+from repro.report.markdown import render_blocks, render_markdown
+from tests.report.conftest import theorems, visualized
+
+
+def findings(checkout) -> dict[str, tuple[str, str]]:
+    """What the paper says -> our numbers, and for whom they speak."""
+    (section,) = interpretability_section(checkout.report())
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in render_blocks(section.blocks).splitlines() if "| Fig" in line
+    ]
+    return {says: (ours, word) for _, says, ours, word in rows}
+
+
+def test_without_records_there_are_no_sections(checkout):
+    report = checkout.report()
+    assert flops_section(report) == interpretability_section(report) == []
+
+
+def test_what_speaks_for_the_paper_is_said(checkout):
+    checkout.record("visualize", visualized())
+    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.5, held_out_images=8)
+    found = findings(checkout)
+    assert len(found) == 9 and {word for _, word in found.values()} == {"for the paper", "open"}
+    # half of the field's side is 72 pixels, a quarter 36; that 40 is more says nothing about all pixels
+    assert found["DeiT, Vim and Vittt cover all pixels"] == ("90 % of the field within DeiT 40, Vim 40, Vittt 40 pixels of 144", "open")
+    assert found["the reconstruction loss rises, then falls"][0] == "2.0 at epoch 0, 6.0 at epoch 3, 3.0 at epoch 12"
+    text = render_blocks(interpretability_section(checkout.report())[0].blocks)
+    assert "0 of 9 findings speak against the paper." in text and "8 held-out images" in text
+    assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the mini profile" in text
+
+
+def change(path: str, value):
+    """A change of one number of a made-up record."""
+
+    def apply(metrics: dict) -> None:
+        *folders, last = path.split("/")
+        for name in folders:
+            metrics = metrics[name]
+        metrics[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (
+            "gradient_magnitude/after/top30_share_percent",
+            34.9,
+            "the gradients are relatively uniform before training, and stand out after it",
+        ),
+        ("gradient_magnitude/after/ink/later_percent", 70.1, "after training, the tokens with the largest gradients show the object"),
+        ("gradient_magnitude/before/ink/later_top30_percent", 77.0, "and more so than before"),
+        ("receptive_fields/Vanilla TTT/share_ahead", 0.01, "vanilla TTT sees one direction"),
+        ("receptive_fields/+ Dual/share_ahead", 0, "“+ Dual” sees both"),
+        ("receptive_fields/+ Conv2d/anisotropy", 0.21, "“+ Conv2d” is globally radial"),
+        ("receptive_fields/DeiT/radius_90_px", 35.0, "DeiT, Vim and Vittt cover all pixels"),
+        ("reconstruction_loss/epoch_12/mean_by_layer", [6.0, 8.0], "the reconstruction loss rises, then falls"),
+        ("reconstruction_loss/epoch_12/smallest", 0.0, "it stays above zero"),
+    ],
+)
+def test_each_finding_can_speak_against_the_paper(checkout, path, value, says):
+    metrics = visualized()
+    change(path, value)(metrics)
+    checkout.record("visualize", metrics)
+    against = {name for name, (_, word) in findings(checkout).items() if word == "**against the paper**"}
+    assert against == {says}
+    assert "1 of 9 findings speak against the paper." in render_blocks(interpretability_section(checkout.report())[0].blocks)
+
+
+def test_epochs_are_ordered_as_numbers(checkout):
+    """10 comes after 2; as text it would come before, and the loss would seem to fall and rise."""
+    metrics = visualized()
+    losses = {"epoch_0": 2.0, "epoch_2": 6.0, "epoch_10": 3.0}
+    metrics["reconstruction_loss"] = {name: {"mean_by_layer": [loss], "smallest": 0.1} for name, loss in losses.items()}
+    checkout.record("visualize", metrics)
+    assert findings(checkout)["the reconstruction loss rises, then falls"] == (
+        "2.0 at epoch 0, 6.0 at epoch 2, 3.0 at epoch 10",
+        "for the paper",
+    )
+
+
+def test_fields_that_were_not_drawn_are_no_findings(checkout):
+    metrics = visualized()
+    del metrics["receptive_fields"]["Vim"]
+    checkout.record("visualize", metrics)
+    assert len(findings(checkout)) == 5
+
+
+def search() -> dict:
+    """A search of three counts, of which Eq. 13 gives one and the best counter two."""
+    rows = [
+        {"entry": "table1.vittt_t.macs_g", "printed": "1.4", "computed": 1.44, "agreement": "rounding", "off_by": 0.0},
+        {"entry": "table1.vittt_s.macs_g", "printed": "5.3", "computed": 5.36, "agreement": "truncation", "off_by": 0.0},
+        {"entry": "table3.dual.macs_g", "printed": "1.42", "computed": 1.4448, "agreement": "none", "off_by": 0.0148},
+    ]
+    best = {"explained": 2, "hypotheses": 7, "departures": {"head": "left out"}, "rows": rows}
+    by_table = {"Table 1": {"either": {"explained": 2, "departures": {}, "hypotheses": 9}, "entries": 2}}
+    return {
+        "entries": 3,
+        "hypotheses": 12_345,
+        "as_written": [{"agreement": "rounding"}, {"agreement": "none"}, {"agreement": "none"}],
+        "best": {"rounding": best | {"explained": 1, "departures": {}}, "either": best},
+        "by_table": by_table,
+        "table3_steps": [{"step": "dual", "impossible_mixed": True}, {"step": "gating", "impossible_mixed": False}],
+    }
+
+
+def test_the_search_behind_the_flops_says_what_it_explains_and_what_not(checkout):
+    checkout.record("theory", {"theorems": theorems(), "closed_forms": {}, "flop_search": search()})
+    (section,) = flops_section(checkout.report())
+    text = render_blocks(section.blocks)
+    assert "tries 12,345 counters" in text and "≈ fitted: a counter that was chosen by these numbers is no evidence" in text
+    assert "| Eq. 13 with MLP, patches and head | 1 of 3 | – |" in text
+    assert "| the best, rounded or cut off | 2 of 3 (7 counters do) | head: left out |" in text
+    assert "| the best by rounding | 1 of 3 (7 counters do) | nothing |" in text
+    assert "| the best for Table 1 alone | 2 of 2 | nothing |" in text
+    assert "| `table3.dual.macs_g` | 1.42 | 1.445 |" in text and "`table1.vittt_t.macs_g`" not in text
+    assert "the steps of Table 3 to dual:" in text and "gating" not in text
+
+
+def test_a_search_in_which_every_step_is_possible_says_so(checkout):
+    found = search()
+    found["table3_steps"][0]["impossible_mixed"] = False
+    checkout.record("theory", {"theorems": theorems(), "closed_forms": {}, "flop_search": found})
+    assert "Every step of Table 3 could be a count." in render_blocks(flops_section(checkout.report())[0].blocks)
+
+
+def fits() -> dict:
+    """Every reading with the same made-up counts, but for one that fits less and one pair that fits by rounding alone."""
+    row = {"params_m": 7.0, "params_fit": 11, "params_truncated": 1, "macs_g": 1.4, "macs_fit": 2, "macs_truncated": 0, "missed": []}
+    readings = {"": row} | {text: row for choice in load_choices() for text in choice.alternatives}
+    readings["conv1d_count=1"] = row | {"params_fit": 9}
+    pairs = {"gate_bias=true,post_norm=none": row | {"params_fit": 12, "params_truncated": 0, "macs_fit": 3}}
+    return {"readings": readings, "pairs": pairs, "params_entries": 12, "macs_entries": 8}
+
+
+def test_the_page_of_readings_counts_what_fits(checkout):
+    checkout.record("readings", fits())
+    text = render_markdown(build_page(checkout.report()), "../results/")
+    alternatives = sum(len(choice.alternatives) for choice in load_choices())
+    assert "Our reading fits 11 of 12 printed counts of parameters" in text and "1 of them by truncation, and 2 of 8 multiply-adds" in text
+    assert f"Of {alternatives} alternatives, {alternatives - 1} fit as many counts of parameters as ours, and 1 fewer" in text
+    assert "fits more than 3 of 8 multiply-adds" in text and "by rounding alone in: `gate_bias=true,post_norm=none`." in text
+    assert len(re.findall(r"(?m)^## .*\?$", text)) == len(load_choices())
+    assert "| `conv1d_count=1` |" in text and "9 of 12" in text and "Top-1 (%)" not in text
+
+
+def train(checkout, name: str, reading: str, top1: tuple[float, ...], *, device: str = "cpu_some", **more) -> None:
+    options = {"reading": reading} if reading else {}
+    path = f"measured/{device}/readings/digits/{name}"
+    checkout.train(path, "vittt_nano_patch16_144", "digits", options=options, top1=top1, held_out_images=1000, epochs=7, **more)
+
+
+def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
+    """Differences of 10 ± 0.1 points are far beyond chance, and of +1, -1 and 0 points are not."""
+    checkout.record("readings", fits())
+    train(checkout, "ours", "", (60.0, 61.0, 62.0))
+    train(checkout, "post_norm_none", "post_norm=none", (50.0, 51.1, 51.9))
+    train(checkout, "gate_bias_true", "gate_bias=true", (61.0, 60.0, 62.0))
+    train(checkout, "ours", "", (90.0, 91.0, 92.0), device="another")  # alone on its device
+    report = checkout.report()
+    assert set(find_trained(report)) == {"", "post_norm=none", "gate_bias=true"}
+    text = render_markdown(build_page(report), "../results/")
+    assert "**1 of 2 alternatives differ significantly from ours:** `post_norm=none` (-10.0 points)." in text
+    assert "3 seeds, 1000 held-out images" in text and "Top-1 (%)" in text and "61.0 %" in text
+
+
+def test_readings_that_nothing_separates_say_so_and_one_seed_says_nothing(checkout):
+    train(checkout, "ours", "", (60.0, 61.0, 62.0))
+    train(checkout, "gate_bias_true", "gate_bias=true", (61.0, 60.0, 62.0))
+    assert "**No alternative differs significantly from our reading.**" in render_markdown(build_page(checkout.report()), "../results/")
+    train(checkout, "ours", "", (60.0,))
+    train(checkout, "gate_bias_true", "gate_bias=true", (90.0,))
+    assert "Does the accuracy depend on the reading?" not in render_markdown(build_page(checkout.report()), "../results/")
+
+
+def test_a_reading_of_another_recipe_is_not_compared(checkout):
+    train(checkout, "ours", "", (60.0, 61.0))
+    train(checkout, "gate_bias_true", "gate_bias=true", (90.0, 91.0), recipe_hash="another")
+    assert set(find_trained(checkout.report())) == {""}

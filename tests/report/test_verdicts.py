@@ -1,0 +1,238 @@
+"""Every status from a made-up ledger: a case that gets it, and a near case that does not. The numbers are chosen, so truth is by hand."""
+
+import pytest
+
+from repro.core.errors import UserError
+from repro.report.comparison import differences, not_measurable, summary
+from repro.report.markdown import render_blocks
+from repro.report.verdicts import STATUSES
+
+MODEL = "toy_tiny"
+
+
+def count(checkout, num_params: int = 12_000_000, macs_g: float = 1.0, paper_convention: float | None = None) -> None:
+    """One row of counts, of MODEL at 224×224."""
+    row = {"model": MODEL, "options": {}, "image_size": [224, 224], "num_params": num_params, "macs_g": macs_g}
+    row |= {} if paper_convention is None else {"macs_g_paper_convention": paper_convention}
+    checkout.record("complexity", {"rows": {"toy": row}, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
+
+
+def claim(printed: str = "12.0", kind: str = "count", name: str = "text.x", **fields: str) -> str:
+    """A claim with one number, whose entry is `text.x_v`; without `ours`, ours is the parameters of MODEL."""
+    fields = {"ours": f'params_m("{MODEL}@224")', **fields}
+    listed = "".join(f"\n        {key}: {value!r}" for key, value in fields.items() if value)
+    return (
+        f"  - id: {name}\n    place: Section 1\n    says: s\n    kind: {kind}\n    values:\n      v:\n        printed: {printed}{listed}\n"
+    )
+
+
+def judge(checkout, *claims: str, more: str = "", **about):
+    return checkout.report_on(f"claims:\n{''.join(claims)}{more}", **about).verdicts
+
+
+@pytest.mark.parametrize(
+    ("num_params", "status"),
+    [
+        (12_049_999, "matched"),
+        (11_950_000, "matched"),
+        (12_050_000, "matched, truncated"),  # 12.05 rounds to 12.1 and is cut to 12.0
+        (12_099_999, "matched, truncated"),
+        (12_100_000, "differs, unexplained"),
+        (11_949_999, "differs, unexplained"),
+    ],
+)
+def test_matched_truncated_or_different(checkout, num_params, status):
+    count(checkout, num_params)
+    verdict = judge(checkout, claim())["text.x_v"]
+    assert (verdict.status, verdict.compared) == (status, status)
+    assert verdict.delta == pytest.approx(num_params / 1e6 - 12)
+
+
+def test_what_was_fitted_is_no_match(checkout):
+    count(checkout, paper_convention=5.0)
+    convention = f'macs_g_paper_convention("{MODEL}@224")'
+    verdicts = judge(
+        checkout,
+        claim("5.0", name="text.said", ours=convention, fitted="one term was fitted to this row"),
+        claim("5.0", name="text.unsaid", ours=convention),
+        claim("10.0", name="text.derived", ours="2 * text.unsaid_v"),
+        claim("5.1", name="text.other", ours=convention, fitted="one term was fitted to this row"),
+        claim("12.0", name="text.counted"),
+        claim("24.0", name="text.twice", ours="2 * text.counted_v"),
+    )
+    assert {name: verdict.status for name, verdict in verdicts.items()} == {
+        "text.said_v": "fitted",
+        "text.unsaid_v": "fitted",  # whoever writes the ledger cannot forget it
+        "text.derived_v": "fitted",
+        "text.other_v": "differs, unexplained",
+        "text.counted_v": "matched",
+        "text.twice_v": "matched",
+    }
+
+
+def test_what_we_declare_and_what_is_arithmetic_is_no_match(checkout):
+    count(checkout)
+    verdicts = judge(
+        checkout,
+        claim("12", name="text.declared", ours="", declared="constant()"),
+        claim("13", name="text.declared_otherwise", ours="", declared="constant()"),
+        claim("196", name="text.arithmetic", ours="(224 / 16) ** 2"),
+        claim("392", name="text.derived", ours="2 * text.arithmetic_v"),
+        claim("12", name="text.setting", kind="setting"),
+        claim("12", name="text.measured"),
+        claim("12", name="text.by_formula", ours="constant()"),
+        formulas={"constant": lambda: 12},
+    )
+    assert {name.removesuffix("_v"): verdict.status for name, verdict in verdicts.items()} == {
+        "text.declared": "declared",
+        "text.declared_otherwise": "differs, unexplained",
+        "text.arithmetic": "declared",
+        "text.derived": "declared",
+        "text.setting": "declared",
+        "text.measured": "matched",
+        "text.by_formula": "matched",
+    }
+
+
+def test_declared_is_asked_only_where_ours_has_no_number(checkout):
+    declared = claim(declared="12")
+    assert judge(checkout, declared)["text.x_v"].status == "declared"
+    count(checkout)
+    assert judge(checkout, declared)["text.x_v"].status == "matched"
+    count(checkout, 13_000_000)
+    assert judge(checkout, declared)["text.x_v"].status == "differs, unexplained"
+
+
+SETTING = "  - {ids: [text.x_v], text: why, %s}\n"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status"),
+    [
+        ('shows: "10 + 2"', "differs, explained"),
+        ('shows: "10 + 2.06"', "differs, explained"),  # cut to 12.0
+        ('shows: "10 + 2.1"', "differs, unexplained"),
+        (f"shows: 'params_m(\"{MODEL}@224\") - 1'", "differs, explained"),  # 13 - 1, by our own counts
+        (f"shows: 'params_m(\"{MODEL}@224\") > 12.9'", "differs, explained"),
+        (f"shows: 'params_m(\"{MODEL}@224\") > 13.1'", "differs, unexplained"),
+        ("shows: 'params_m(\"toy_small@224\") > 1'", "differs, unexplained"),  # it was not counted
+        ("source: 'A. Author (2020), Table 1'", "differs, explained"),
+    ],
+)
+def test_an_explanation_stands_only_with_its_evidence(checkout, evidence, status):
+    count(checkout, 13_000_000)
+    verdict = judge(checkout, claim(), more=f"explanations:\n{SETTING % evidence}")["text.x_v"]
+    assert verdict.status == status
+    assert (verdict.explanation is not None) == (status == "differs, explained")
+
+
+def test_an_explanation_shows_what_it_computed_or_its_source(checkout):
+    count(checkout, 13_000_000)
+    shown = '  - {ids: [text.x_v], text: "it gives {computed}", shows: "10 + 2.04"}\n'
+    assert judge(checkout, claim(), more=f"explanations:\n{shown}")["text.x_v"].explanation == "it gives 12.04"
+    source = SETTING % "source: 'A. Author (2020), Table 1'"
+    assert judge(checkout, claim(), more=f"explanations:\n{source}")["text.x_v"].explanation == "why (A. Author (2020), Table 1)"
+    failing = SETTING % 'shows: "10 + 5"'
+    assert judge(checkout, claim(), more=f"explanations:\n{failing}{shown}")["text.x_v"].explanation == "it gives 12.04"
+    count(checkout)
+    matched = judge(checkout, claim(), more=f"explanations:\n{shown}")["text.x_v"]
+    assert (matched.status, matched.explanation) == ("matched", None)
+
+
+@pytest.mark.parametrize("evidence", ["", "shows: 1 < 2, source: a book"])
+def test_an_explanation_has_one_kind_of_evidence(checkout, evidence):
+    with pytest.raises(UserError, match="text.x_v: an explanation has either `shows` or `source`"):
+        judge(checkout, claim(), more=f"explanations:\n{SETTING % evidence}")
+
+
+STATEMENT = "  - {id: text.s, place: Section 1, says: s, kind: statement, %s}\n"
+
+
+@pytest.mark.parametrize(("num_params", "status"), [(12_000_000, "matched"), (11_000_000, "differs, unexplained")])
+def test_a_statement_holds_or_not(checkout, num_params, status):
+    count(checkout, num_params)
+    verdict = judge(checkout, STATEMENT % f"ours: 'params_m(\"{MODEL}@224\") > 11.5'")["text.s"]
+    assert (verdict.status, verdict.how, verdict.ours) == (status, "holds" if num_params > 11.5e6 else None, num_params > 11.5e6)
+
+
+def test_a_number_explains_no_statement(checkout):
+    count(checkout)
+    false = STATEMENT % f"ours: 'params_m(\"{MODEL}@224\") < 1'"
+    assert (
+        judge(checkout, false, more="explanations: [{ids: [text.s], text: why, shows: 1 < 2}]\n")["text.s"].status == "differs, explained"
+    )
+    with pytest.raises(ValueError, match="text.s: an explanation of a statement `shows` a condition, and no number"):
+        judge(checkout, false, more="explanations: [{ids: [text.s], text: why, shows: 1 + 2}]\n")
+
+
+@pytest.mark.parametrize(
+    ("printed", "equals", "violated"),
+    [
+        ("3.0", "1.5 + 1.5", False),
+        ("3.0", "1.5 + 1.7", True),
+        ("3.0", "1.5 + 1.54", False),  # 3.04 rounds to 3.0
+        ("3.0", "1.5 + 1.59", False),  # 3.09 is cut to 3.0
+        # over printed numbers the digits that were cut off count: 1.5 is 1.45 to 1.6, so its double is 2.9 to 3.2
+        ("3.1", "2 * text.base_v", False),
+        ("2.9", "2 * text.base_v", False),
+        ("3.3", "2 * text.base_v", True),
+        ("2.8", "2 * text.base_v", True),
+    ],
+)
+def test_a_relation_is_violated_only_where_no_rounding_explains_it(checkout, printed, equals, violated):
+    verdicts = judge(checkout, claim("1.5", name="text.base"), claim(printed, equals=equals, because="it is {computed}"))
+    verdict = verdicts["text.x_v"]
+    assert (verdict.checks, verdict.violations) == (1, int(violated))
+    assert (verdict.status, (verdict.evidence or "").startswith("it is ")) == (
+        ("paper inconsistent", True) if violated else ("not measured", False)
+    )
+
+
+def test_a_contradiction_goes_before_a_match_which_stays_visible(checkout):
+    count(checkout)
+    verdict = judge(checkout, claim(equals="11 + 2"))["text.x_v"]
+    assert (verdict.status, verdict.compared, verdict.how) == ("paper inconsistent", "matched", "rounding")
+
+
+def test_what_nobody_can_have_measured_is_not_compared(checkout):
+    count(checkout)
+    about = {"because": "it takes {computed} GB of 48"}
+    cannot, can = (claim(name=f"text.{name}", measurable=f"{gb} < 48", **about) for name, gb in (("cannot", 62.9), ("can", 31.5)))
+    verdicts = judge(checkout, cannot, can)
+    found = verdicts["text.cannot_v"]
+    assert (found.status, found.ours, found.evidence) == ("not measurable as described", None, "it takes 62.9 GB of 48")
+    assert (verdicts["text.can_v"].status, verdicts["text.can_v"].evidence) == ("matched", None)
+
+
+def test_not_measured_has_a_mark_where_the_papers_other_numbers_agree(checkout):
+    verdicts = judge(
+        checkout, claim("1.5", name="text.base"), claim("3.0", equals="2 * text.base_v"), claim("4.0", name="text.wrong", equals="1 + 1")
+    )
+    assert {name: verdict.mark.text for name, verdict in verdicts.items()} == {"text.base_v": "–", "text.x_v": "–ᶜ", "text.wrong_v": "⚠"}
+
+
+def test_every_status_can_be_had_and_is_counted(checkout):
+    """The page's sections on what differs and what is not measurable, and its counts, from one ledger with one entry of each status."""
+    count(checkout, 12_060_000, paper_convention=5.0)
+    report = checkout.report_on(
+        "claims:\n"
+        + claim("12.1", name="text.a")
+        + claim("12.0", name="text.b")
+        + claim("5.0", name="text.c", ours=f'macs_g_paper_convention("{MODEL}@224")')
+        + claim("4", name="text.d", ours="2 + 2")
+        + claim("13.0", name="text.e")
+        + claim("14.0", name="text.f")
+        + claim("15.0", name="text.g", equals="1 + 1")
+        + claim("16.0", name="text.h", measurable="2 < 1", because="no")
+        + claim("17.0", name="text.i", ours='params_m("toy_small@224")')
+        + "explanations:\n  - {ids: [text.e_v], text: 'ours lacks {computed}', shows: 12 + 1}\n"
+    )
+    assert [verdict.status for verdict in report.all] == list(STATUSES)
+    text = render_blocks(summary(report).blocks)
+    assert "| **all** |" + " **1** |" * 9 + " **9** |" in text
+    assert "1 relations" in text and "0 hold, 1 do not" in text
+    rows = render_blocks(differences(report).blocks).splitlines()[-2:]
+    assert rows == ["| text.e_v | 13.0 → 12.06 | ours lacks 13 |", "| text.f_v | 14.0 → 12.06 | **unexplained** |"]
+    (section,) = not_measurable(report)
+    assert render_blocks(section.blocks).splitlines()[-1] == "| Section 1 | **16.0**: s | no |"
+    assert not_measurable(checkout.report_on("claims:\n" + claim())) == []
