@@ -171,21 +171,27 @@ class _Judge:
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
         """Evidence that the paper's own numbers violate a relation; None where they do not, or where rounding could explain it."""
         if relation.requires is not None:
-            if self._of_paper(relation.expression):
+            failing = [part for part in relation.expression.conjuncts if not self._of_paper(part)]
+            if all(self._is_explained_by_rounding(part, bool) for part in failing):
                 return None
-            return relation.because.format(computed=significant(float(self._of_paper(relation.expression.left))))
+            return relation.because.format(computed=significant(float(self._of_paper(failing[0].left))))
+
+        def satisfies(computed: Number) -> bool:
+            slack = Fraction(relation.within_percent or 0)
+            return near(Fraction(entry.printed), computed, slack) or agreement(computed, entry.printed) is not None
+
         computed = self._of_paper(relation.expression)
-        if _satisfies(computed, entry, relation) or self._explained_by_rounding(entry, relation):
+        if satisfies(computed) or self._is_explained_by_rounding(relation.expression, satisfies):
             return None
         return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1))
 
-    def _explained_by_rounding(self, entry: Entry, relation: Relation) -> bool:
-        """Whether the relation holds for some operands that round or truncate to the printed ones, tried at their extremes."""
-        printed = {name: self.entries[name].printed for name in relation.expression.references}
+    def _is_explained_by_rounding(self, expression: Expression, satisfies: Callable[[Any], bool]) -> bool:
+        """Whether an expression satisfies for some operands that round or truncate to the printed ones, tried at their extremes."""
+        printed = {name: self.entries[name].printed for name in expression.references}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
             units = (shift / 10 ** decimals(digits) for shift, digits in zip(shifts, printed.values(), strict=True))
             moved = {name: Fraction(printed[name]) + unit for name, unit in zip(printed, units, strict=True)}
-            if moved and _satisfies(self._of_paper(relation.expression, moved), entry, relation):
+            if moved and satisfies(self._of_paper(expression, moved)):
                 return True
         return False
 
@@ -271,11 +277,6 @@ def _raise_missing(reason: str, command: str) -> Callable:
         raise Missing(reason, command)
 
     return function
-
-
-def _satisfies(computed: Number, entry: Entry, relation: Relation) -> bool:
-    slack = Fraction(relation.within_percent or 0)
-    return near(Fraction(entry.printed), computed, slack) or agreement(computed, entry.printed) is not None
 
 
 def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
