@@ -83,11 +83,13 @@ def searches(results: Results) -> list[Section]:
         chosen, score = m["chosen"], m["score"]
         tried = sorted(m["trials"], key=lambda trial: (trial["lr"], trial["warmup_epochs"]))
         scores = "; ".join(f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried)
-        rows.append([code(m["cell"]), number(f"{chosen['lr']:g}"), number(chosen["warmup_epochs"]), scores, source.device])
+        at_edge = chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"])
+        rate = f"{chosen['lr']:g}" + (", at the edge" if at_edge else "")
+        rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.device])
     m = found[0].metrics
     text = (
         f"Every cell was searched alike: the same trials, each a whole training with seed {m['seed']}, scored on the images of `tune`, which "
-        f"no other number here is of. The rule: {m['rule']}. What is reported elsewhere is of `test`, evaluated once."
+        f"no other number here is of. The rule: {m['rule']}. Where the best rate is at the edge of the grid, a still better one may lie beyond it. What is reported elsewhere is of `test`, evaluated once."
     )
     header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
     return [Section("How the learning rates were chosen", [prose(text), table(header, rows)])]
