@@ -200,7 +200,8 @@ def _orderings(report: Report) -> list[Fact]:
         of_data = {place: each for (of, place), each in best.items() if of == data}
         words = "; ".join(f"{place}: {word}" for place, (_, word) in of_data.items())
         group = max((group for group, _ in of_data.values()), key=lambda group: group.most_seeds)
-        scope = f"{describe_origin(list(group.variants.values()), report.named)}; {group.most_seeds} seeds"
+        seeds = "one seed" if group.most_seeds == 1 else f"{group.most_seeds} seeds"
+        scope = f"{describe_origin(list(group.variants.values()), report.named)}; {seeds}"
         facts.append((f"the paper's orderings of variants, on embedded {data}", words, scope))
     return facts
 
