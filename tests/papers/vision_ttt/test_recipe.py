@@ -123,13 +123,13 @@ def test_mini_profile_by_hand():
     """Read off profiles/mini.yaml beside the recipe tables of the specification."""
     expected = {
         f"model: vittt_nano_patch16_144, the paper has {SIZES}",
-        "data: digits (1,438 training images), the paper has ImageNet-1K (1,281,167)",
+        "data: digits (1,079 training images), the paper has ImageNet-1K (1,281,167)",
         "epochs: 7, the paper has 300",
         "batch_size: 32, the paper has 1024",
-        "optim.lr: 0.002 at batch 32, the paper has 0.001 at batch 1024",
+        "optim.lr: 0.004 at batch 32, the paper has 0.001 at batch 1024",
         f"optim.warmup_lr: 1e-05 at batch 32, Swin's default is 1e-06 at batch 1024{SILENT}",
         f"optim.min_lr: 1e-05 at batch 32, Swin's default is 1e-05 at batch 1024{SILENT}",
-        "optim.warmup_epochs: 1, the paper has 20",
+        "optim.warmup_epochs: 2, the paper has 20",
         f"drop_path: 0, Swin's default is 0.1{SILENT}",
         f"precision: fp32, Swin's default is fp16 autocast{SILENT}",
         "mix.mixup: 0, the paper has DeiT's 0.8",
@@ -142,7 +142,7 @@ def test_mini_profile_by_hand():
         "transform.re_prob: 0, the paper has DeiT's 0.25",
         f"transform.crop_pct: 1, Swin's default is 0.875{SILENT}",
     }
-    found = departing(cell("vittt_nano_digits", "mini"), train_images=1438)
+    found = departing(cell("vittt_nano_digits", "mini"), train_images=1079)
     assert set(found) == expected and len(found) == len(expected)
 
 
