@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import textwrap
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -41,6 +42,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     Raises:
         RunError: `check`, and a page is not what the records give.
     """
+    from repro.report.claims import judge_paper
     from repro.report.pages import find_outdated, write_report
     from repro.report.results import Results
 
@@ -48,12 +50,12 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     results = Results(paths, papers, load_scores(paths))
     verbs = [verb_of(name) for name in stage_names()]
     named = active_profile(paths, besides=("runtime",))
-    about = papers, results, params.speed_dtype, verbs, named
+    judge = partial(judge_paper, speed_dtype=params.speed_dtype, verbs=verbs, profile=named)
     passages = [("README.md", "verbs", describe_verbs())]
     if not check:
-        print(write_report(*about, passages=passages, with_html=html))
+        print(write_report(papers, results, judge, passages=passages, with_html=html))
         return
-    outdated = find_outdated(*about, passages=passages)
+    outdated = find_outdated(papers, results, judge, passages=passages)
     for name in outdated:
         print(f"report: {name}: not what the records and the ledger give")
     if outdated:

@@ -16,7 +16,7 @@ from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .measured import format_scores
 from .paper import Contest, Question
-from .records import Source
+from .records import Source, describe_seeds
 from .results import Results, SpeedGroup
 from .variants import Group, find_shown, judge_variants
 from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
@@ -180,9 +180,8 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
         if reference := first.get("without_learning"):
             ours += f"; without learning: {format_scores(reference, labels, 1)}"
         lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
-        counts = dict.fromkeys(len(source.metrics.get("by_seed", ())) for source in sources)
-        seeds = " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
-        scope = f"{describe_origin(sources, report.named)}; {first['held_out_images']:.0f} held-out images, {lengths}, {seeds}"
+        images = f"{first['held_out_images']:.0f} held-out images"
+        scope = f"{describe_origin(sources, report.named)}; {images}, {lengths}, {describe_seeds(sources)}"
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
     return facts
@@ -199,9 +198,8 @@ def _orderings(report: Report) -> list[Fact]:
     for data in dict.fromkeys(data for data, _ in best):
         of_data = {place: each for (of, place), each in best.items() if of == data}
         words = "; ".join(f"{place}: {word}" for place, (_, word) in of_data.items())
-        group = max((group for group, _ in of_data.values()), key=lambda group: group.most_seeds)
-        seeds = "one seed" if group.most_seeds == 1 else f"{group.most_seeds} seeds"
-        scope = f"{describe_origin(list(group.variants.values()), report.named)}; {seeds}"
+        sources = [source for group, _ in of_data.values() for source in group.variants.values()]
+        scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
         facts.append((f"the paper's orderings of variants, on embedded {data}", words, scope))
     return facts
 

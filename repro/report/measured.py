@@ -89,7 +89,8 @@ def searches(results: Results) -> list[Section]:
     m = found[0].metrics
     text = (
         f"Every cell was searched alike: the same trials, each a whole training with seed {m['seed']}, scored on the images of `tune`, which "
-        f"no other number here is of. The rule: {m['rule']}. Where the best rate is at the edge of the grid, a still better one may lie beyond it. What is reported elsewhere is of `test`, evaluated once."
+        f"no other number here is of. The rule: {m['rule']}. Where the best rate is at the edge of the grid, a still better one may lie "
+        "beyond it. What is reported elsewhere is of `test`, evaluated once."
     )
     header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
     return [Section("How the learning rates were chosen", [prose(text), table(header, rows)])]

@@ -65,7 +65,7 @@ def judge_ordering(
     if not orders:
         return Ordering("insufficient budget", "there are no two variants that the paper orders")
     if len(seeds) < 2:
-        return Ordering("insufficient budget", f"{len(seeds)} seed(s) in common show no spread")
+        return Ordering("insufficient budget", f"{'one seed' if seeds else 'no seed'} in common, which shows no spread")
     names = list(dict.fromkeys(name for order in orders for name in order))
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
     pairs = compare_pairs(top1, orders, seeds, images)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +11,7 @@ from ..core.paths import Paths
 from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
 from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
-from .claims import Report, judge_paper
+from .claims import Report
 from .document import Section
 from .gallery import examples_section, figures_section
 from .html import render_html
@@ -26,25 +25,18 @@ from .verdicts import STATUSES, count_statuses, export_json, export_rows
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 Pages = list[tuple[Report, list[Section]]]
+Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
 # what a value of another type or form than today's leads to
 RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 
 
 def write_report(
-    papers: Sequence[Paper],
-    results: Results,
-    speed_dtype: str,
-    verbs: Sequence[str],
-    profile: str | None,
-    *,
-    passages: Iterable[Passage] = (),
-    with_html: bool = True,
+    papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = (), with_html: bool = True
 ) -> str:
     """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures, passages and the blocks of README.md.
 
     Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
-    other, and, `with_html`, report.html for all of them. `passages` are further ones than the papers'. For `speed_dtype`,
-    `verbs` and `profile` see `judge_paper`.
+    other, and, `with_html`, report.html for all of them. `passages` are further ones than the papers'.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
@@ -53,7 +45,6 @@ def write_report(
         UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then written but
             figures. A missing record leaves its entries `not measured`.
     """
-    judge = partial(judge_paper, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
     pages, documents, built, html = _build_pages(papers, results, judge, results.paths.results / "figures", with_html=with_html)
     note_pipeline(pages[0][0])
     _write_pages(pages, documents, [*built, *passages], results.paths)
@@ -63,20 +54,11 @@ def write_report(
     return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
 
 
-def find_outdated(
-    papers: Sequence[Paper],
-    results: Results,
-    speed_dtype: str,
-    verbs: Sequence[str],
-    profile: str | None,
-    *,
-    passages: Iterable[Passage] = (),
-) -> list[str]:
+def find_outdated(papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = ()) -> list[str]:
     """The pages and the blocks of pages that `write_report` would change, e.g. `README.md, block results`. Nothing is written.
 
     Pictures, and what Git does not keep, are not compared. For the arguments see `write_report`.
     """
-    judge = partial(judge_paper, speed_dtype=speed_dtype, verbs=verbs, profile=profile)
     with TemporaryDirectory() as folder:
         written = Paths(Path(folder) / "checkout")
         for file in (results.paths.root / "README.md", *sorted((results.paths.root / "docs").glob("*.md"))):
@@ -89,7 +71,7 @@ def find_outdated(
 
 
 def _build_pages(
-    papers: Sequence[Paper], results: Results, judge: Callable[[Paper, Results], Report], figures: Path, *, with_html: bool
+    papers: Sequence[Paper], results: Results, judge: Judge, figures: Path, *, with_html: bool
 ) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
     """Judge, draw into the folder `figures`, and build the pages, those in docs/ by name, the passages and, `with_html`, the browser's page."""
 

@@ -8,11 +8,11 @@ from .document import Block, Bullets, Line, Piece, code, number, prose, strong, 
 from .gallery import describe_origin, describe_profile
 from .measured import format_scores
 from .ordering import Ordering
-from .records import Source
+from .records import Source, describe_seeds
 from .variants import judge_variants
 from .verdicts import STATUSES
 
-AHEAD, BEHIND, OPEN = "ahead of it", "behind it", "not separated from it"
+AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
 
 
 def describe_statuses(report: Report) -> list[Block]:
@@ -106,14 +106,13 @@ def _run_row(source: Source, labels: Mapping[str, str], report: Report) -> list[
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> Line:
     """A sentence: by which scores a run is ahead of the method without learning."""
     m = source.metrics
-    said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], OPEN: []}
+    said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
     for key, label in labels.items():
         interval = m.get(f"{key.removesuffix('_percent')}_ci95_percent") or [m[key]] * 2
-        word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else OPEN
+        word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
     parts = [f"{word} in {_list(names)}" for word, names in said.items() if names]
-    count = len(m["by_seed"])
-    return _name(source), f", against the method without learning: {'; '.join(parts)} ({'one seed' if count == 1 else f'{count} seeds'})."
+    return _name(source), f", against the method without learning: {'; '.join(parts)} ({describe_seeds([source])})."
 
 
 def _class_scores(sources: Sequence[Source]) -> list[Block]:

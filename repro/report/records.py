@@ -84,6 +84,12 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
     return missing
 
 
+def describe_seeds(sources: Iterable[Source]) -> str:
+    """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds` where they are over different numbers."""
+    counts = sorted({len(source.metrics.get("by_seed", ())) for source in sources})
+    return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
+
+
 def name_keys(value: Any, where: str) -> Any:
     """The same value, whose mappings answer a missing key with a `UserError` that names it, starting from `where`."""
     if isinstance(value, list):

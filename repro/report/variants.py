@@ -13,7 +13,7 @@ from .document import Block, Heading, Picture, Piece, Section, Table, code, numb
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Variants, VariantTable
-from .records import Source
+from .records import Source, describe_seeds
 from .results import Results
 
 TOP1 = "top1_percent"
@@ -39,9 +39,9 @@ class Group:
     @property
     def title(self) -> str:
         """What was trained, for how long and on what device, whose threads are left out."""
-        m, seeds = self.common, self.most_seeds
+        m, seeds = self.common, describe_seeds(self.variants.values())
         device = next(iter(self.variants.values())).device.split(",")[0]
-        length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds} seed{'s' if seeds > 1 else ''}"
+        length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
         return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:

@@ -66,7 +66,6 @@ STATUSES = {
     each.word: each for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED)
 }
 CONSISTENT = Mark("–ᶜ", NOT_MEASURED.word, "not measured, consistent with the paper's tables")
-AGREEING = (MATCHED.word, TRUNCATED.word)  # the only statuses that say that ours confirms the paper's
 KINDS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",

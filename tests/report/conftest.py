@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +34,7 @@ SCORES: dict[str, dict[str, str]] = {
     "visualize": {},
 }
 VERBS = (*SCORES, "evaluate", "profile", "data", "kernels")
+JUDGE = partial(judge_paper, speed_dtype="fp16", verbs=VERBS, profile="mini")
 
 
 def theorems(**changes: float) -> dict:
@@ -178,7 +180,7 @@ class Checkout:
         return Results(self.paths, [self.paper], SCORES)
 
     def report(self, speed_dtype: str = "fp16") -> Report:
-        return judge_paper(self.paper, self.results(), speed_dtype=speed_dtype, verbs=VERBS, profile="mini")
+        return JUDGE(self.paper, self.results(), speed_dtype=speed_dtype)
 
     def judge(self, speed_dtype: str = "fp16") -> dict[str, Verdict]:
         return dict(self.report(speed_dtype).verdicts)
@@ -188,7 +190,7 @@ class Checkout:
         file = self.write("made_up/ledger.yaml", f"paper: {{title: t, version: v, speed_device: L40S, speed_batch: 64}}\n{ledger}")
         paper = Paper(id="made_up", name="Made-up", model="Made-up", ledger_file=file, **more)
         results = Results(self.paths, [paper], SCORES)
-        return judge_paper(paper, results, speed_dtype="fp16", verbs=VERBS, profile="mini")
+        return JUDGE(paper, results)
 
     def page(self) -> str:
         """tables.md."""

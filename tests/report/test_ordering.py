@@ -107,7 +107,7 @@ def test_too_easy_and_too_few_images():
 @pytest.mark.parametrize(
     ("top1", "gain", "why"),
     [
-        (drawn((80, 77, 74, 71), 0.1, seeds=1), 0.5, "1 seed(s) in common"),
+        (drawn((80, 77, 74, 71), 0.1, seeds=1), 0.5, "one seed in common"),
         (drawn((80, 77, 74, 71), 0.1), None, "accuracy was taken once"),
         (drawn((80, 77, 74, 71), 0.1), 20.0, "the last evaluation still gained 20.0 points"),
         (drawn((10.3, 10.2, 10.1, 10.0), 0.001, shift=0.1), 0.0, "exceeds chance, 10.0 %"),

@@ -16,7 +16,7 @@ from repro.report.results import Results
 from stages import stage_names, verb_of
 from stages.report import load_scores
 
-from .conftest import VERBS
+from .conftest import JUDGE
 from .test_variants import grid, train
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout)
         checkout.write("docs/dense.md", "a\n<!-- scenes -->\nold\n<!-- /scenes -->\nb\n"),
         checkout.write("docs/ablations.md", "c\n"),
     )
-    write_report([checkout.paper], checkout.results(), "fp16", VERBS, "mini", with_html=False)
+    write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
     said = passage(compare_without_learning, checkout)
     assert file.read_text(encoding="utf-8") == f"a\n<!-- scenes -->\n{said}\n<!-- /scenes -->\nb\n"
     assert other.read_text(encoding="utf-8") == "c\n" and "25.0 %" in said
@@ -102,7 +102,8 @@ def test_a_contradiction_is_in_its_column_and_an_insufficient_budget_counts_no_p
         contradicted, insufficient = insufficient, contradicted
     assert "| **ordering contradicted** | 1: conv2d > max | 2: conv2d > head, max > head | 0 |" in contradicted
     assert (
-        "**insufficient budget**: 1 seed(s) in common show no spread | – | – | – |" in insufficient and "the mini profile" in insufficient
+        "**insufficient budget**: one seed in common, which shows no spread | – | – | – |" in insufficient
+        and "the mini profile" in insufficient
     )
 
 

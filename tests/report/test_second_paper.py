@@ -6,7 +6,6 @@ import re
 import pytest
 
 from repro.core.errors import UserError
-from repro.report.claims import judge_paper
 from repro.report.document import Section
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document, write_report
@@ -14,7 +13,7 @@ from repro.report.paper import Document, Figure, Paper, Question
 from repro.report.results import Results
 from repro.report.verdicts import STATUSES
 
-from .conftest import SCORES, VERBS
+from .conftest import JUDGE, SCORES
 from .test_html import Elements
 
 LEDGER = """
@@ -63,7 +62,7 @@ def reported(checkout, second):
     checkout.count(big=("other_big", {"deep": "no"}, 224, 12_010_000, 1.0), deep=("other_big", {"deep": "yes"}, 224, 7_000_000, 1.0))
     papers = [checkout.paper, second]
     results = Results(checkout.paths, papers, SCORES)
-    line = write_report(papers, results, "fp16", VERBS, "mini")
+    line = write_report(papers, results, JUDGE)
     assert line.endswith(f" of {len(checkout.ledger.entries)}")
     return checkout
 
@@ -97,7 +96,7 @@ def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
     checkout.train("measured/gpu/second/a", "other_big", "digits", top1=87.65, held_out_images=359)
     own = dataclasses.replace(second, primary=True)
     for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):
-        report = judge_paper(papers[0], Results(checkout.paths, papers, SCORES), speed_dtype="fp16", verbs=VERBS, profile="mini")
+        report = JUDGE(papers[0], Results(checkout.paths, papers, SCORES))
         assert ("87.65 %" in render_markdown(build_document(report))) == is_shown
 
 
@@ -109,13 +108,13 @@ def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, secon
     checkout.record("complexity", content["metrics"])
     papers = [dataclasses.replace(second, primary=True)]
     with pytest.raises(UserError, match="results/complexity/metrics.json: cannot be read as a record of this version"):
-        write_report(papers, Results(checkout.paths, papers, SCORES), "fp16", VERBS, "mini", with_html=False)
+        write_report(papers, Results(checkout.paths, papers, SCORES), JUDGE, with_html=False)
     assert not (checkout.paths.results / "tables.md").exists() and not (checkout.paths.root / "docs").exists()
 
 
 def test_the_first_papers_page_is_what_it_is_without_it(reported):
     before = (reported.paths.results / "tables.md").read_text(encoding="utf-8")
-    write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), "fp16", VERBS, "mini")
+    write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), JUDGE)
     assert (reported.paths.results / "tables.md").read_text(encoding="utf-8") == before
     assert [entry["id"] for entry in reported.json("results/claims.json")["entries"]] == list(reported.ledger.entries)
 

@@ -36,9 +36,10 @@ class Sizes:
 def measure_theorems(sizes: Sizes) -> dict[str, float]:
     """The largest error of each equivalence over the shapes and seeds of `sizes`, as a share of the largest value of the right-hand side.
 
-    c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2; the last also for any W0. primal_plain, primal_ln: the dual form against
-    one state per token, without and with the inner LayerNorm. a2_corrected: the first mini-batch of A.2 with x_sᵀx_t.
-    a2_printed_smallest, a2_printed_largest: the same with the x_sᵀx_s that A.2 prints.
+    c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2. c2_adapted_value_view_any_w0: the last for
+    any W0. primal_plain, primal_ln: the dual form against one state per token, without and with the inner LayerNorm.
+    a2_corrected: the first mini-batch of A.2 with x_sᵀx_t. a2_printed_smallest, a2_printed_largest: the same with the x_sᵀx_s
+    that A.2 prints.
     """
     errors: dict[str, list[float]] = {}
     for sequence in _draw(sizes):
