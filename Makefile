@@ -56,7 +56,7 @@ measure-cpu: setup
 	$(REPRO) ablate --all --data digits --seeds 7 --jobs $(JOBS) --no-speed
 	printf '%s\n' conv1d dual conv2d \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I VARIANT $(REPRO) ablate --variant VARIANT --data connect --seeds 7 --epochs 6 --no-speed
-	$(REPRO) readings --train --data digits --seeds 5 --jobs $(JOBS)
+	$(REPRO) readings --train --data digits --seeds 3 --jobs $(JOBS)
 	for task in detect segment; do \
 		$(REPRO) $$task --cell vittt_nano_scenes --seeds 5 && $(REPRO) $$task --cell vittt_nano_scenes --random --seeds 5 || exit 1; done
 	$(REPRO) ablate --all --data digits --seeds 7

@@ -15,6 +15,7 @@ from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plai
 from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .measured import format_scores
+from .ordering import Ordering
 from .paper import Contest, Question
 from .records import Source, describe_seeds
 from .results import Results, SpeedGroup
@@ -188,20 +189,29 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """Whether the paper's orders of its variants are seen, a row for each data set; of each table the group with the most seeds."""
-    best: dict[tuple[str, str], tuple[Group, str]] = {}
+    """How many of the pairs that the paper orders are seen, a row for each data set; of each table the group with the most seeds."""
+    best: dict[tuple[str, str], tuple[Group, Ordering]] = {}
     for group, where, found in judge_variants(report):
         key = group.common["data"], where.place
         if key not in best or group.most_seeds > best[key][0].most_seeds:
-            best[key] = group, found.word
+            best[key] = group, found
     facts: list[Fact] = []
     for data in dict.fromkeys(data for data, _ in best):
         of_data = {place: each for (of, place), each in best.items() if of == data}
-        words = "; ".join(f"{place}: {word}" for place, (_, word) in of_data.items())
+        words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, found) in of_data.items())
         sources = [source for group, _ in of_data.values() for source in group.variants.values()]
         scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
-        facts.append((f"the paper's orderings of variants, on embedded {data}", words, scope))
+        scope = "the same" if facts and scope == facts[0][2] else scope
+        facts.append((f"pairs that the paper orders, seen on embedded {data}", words, scope))
     return facts
+
+
+def _count_pairs(found: Ordering) -> str:
+    """How many of the paper's pairs are seen, and how many contradicted; only the word where the budget is insufficient."""
+    if found.word == "insufficient budget":
+        return found.word
+    seen, contradicted = (sum(pair.word == word for pair in found.pairs) for word in ("ordering seen", "ordering contradicted"))
+    return f"{seen} of {len(found.pairs)}" + (f", {contradicted} contradicted" if contradicted else "")
 
 
 def _prefer_seeds(sources: list[Source], report: Report) -> list[Source]:
