@@ -113,7 +113,10 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]
         facts.append(("anything on a GPU", ", ".join(gpus), "devices of the records"))
     else:
         facts.append(("anything on a GPU", strong("not measured"), "no record is of a GPU"))
-    return table(["", "ours", "device, profile, scope"], facts), (counts,)
+    scopes = [scope for *_, scope in facts]
+    said = ["the same" if scope == above else scope for above, scope in zip([None, *scopes], scopes, strict=False)]
+    rows = [(what, ours, scope) for (what, ours, _), scope in zip(facts, said, strict=True)]
+    return table(["", "ours", "device, profile, scope"], rows), (counts,)
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -201,7 +204,6 @@ def _orderings(report: Report) -> list[Fact]:
         words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, found) in of_data.items())
         sources = [source for group, _ in of_data.values() for source in group.variants.values()]
         scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
-        scope = "the same" if facts and scope == facts[0][2] else scope
         facts.append((f"pairs that the paper orders, seen on embedded {data}", words, scope))
     return facts
 
@@ -244,7 +246,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
             if ours and row and ours["latency_ms"] and row["latency_ms"] and not (ours["noisy"] or row["noisy"]):
                 ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
             shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
-        facts.append((f"{contest.title} at {size}²", "; ".join(shown), "the same" if facts else f"{speeds.scope}; {how}"))
+        facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
     return facts
 
 

@@ -30,6 +30,7 @@ class Pair:
     high: float
     p: float  # two-sided, after Holm's correction over the pairs
     word: Word
+    is_learnt: bool  # whether either exceeds chance by more than the noise of the images; without that nothing is separated
     needed: int | None  # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
 
 
@@ -68,20 +69,22 @@ def judge_ordering(
         return Ordering("insufficient budget", f"{'one seed' if seeds else 'no seed'} in common, which shows no spread")
     names = list(dict.fromkeys(name for order in orders for name in order))
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
-    pairs = compare_pairs(top1, orders, seeds, images)
+    pairs = compare_pairs(top1, orders, seeds, images, classes)
     tau = statistics.mean((pair.difference > 0) - (pair.difference < 0) for pair in pairs)
     word, why = _conclude(pairs, means, [ends[name][seed] for name in names for seed in seeds], images, classes)
     return Ordering(word, why, pairs, tau)
 
 
-def compare_pairs(top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], seeds: Sequence[int], images: int) -> tuple[Pair, ...]:
+def compare_pairs(
+    top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], seeds: Sequence[int], images: int, classes: int
+) -> tuple[Pair, ...]:
     """Every ordered pair; see `Pair`.
 
     Accuracies come in whole images. Where the spread is below that of the rounding, √(2/12) images in a difference, the latter is used.
     """
     from scipy.stats import t as student
 
-    n = len(seeds)
+    n, floor = len(seeds), 100 / classes + sampling_noise(100 / classes, images)
     rounding = 100 / images * math.sqrt(2 / 12)
     differences = [[top1[better][seed] - top1[worse][seed] for seed in seeds] for better, worse in orders]
     means = [statistics.mean(values) for values in differences]
@@ -90,9 +93,10 @@ def compare_pairs(top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], s
     found = []
     for (better, worse), mean, spread, p in zip(orders, means, spreads, holm(p_values), strict=True):
         half = student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n)
-        word = "not separated" if p >= ALPHA else "ordering seen" if mean > 0 else "ordering contradicted"
+        is_learnt = max(statistics.mean(top1[name][seed] for seed in seeds) for name in (better, worse)) >= floor
+        word = "not separated" if p >= ALPHA or not is_learnt else "ordering seen" if mean > 0 else "ordering contradicted"
         needed = seeds_needed(mean, spread, ALPHA / len(orders))
-        found.append(Pair(better, worse, mean, mean - half, mean + half, float(p), word, needed))
+        found.append(Pair(better, worse, mean, mean - half, mean + half, float(p), word, is_learnt, needed))
     return tuple(found)
 
 
@@ -146,7 +150,12 @@ def _conclude(
     seen = sum(pair.word == "ordering seen" for pair in pairs)
     if seen == len(pairs):
         return "ordering seen", f"all {len(pairs)} pairs, at a family-wise error rate of 5 %"
-    needed = [pair.needed for pair in pairs if pair.word == "not separated"]
-    seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
-    why = f"{seen} of {len(pairs)} pairs are separated; with differences and spreads as observed, all would need {seeds} seeds"
+    needed = [pair.needed for pair in pairs if pair.word == "not separated" and pair.is_learnt]
+    why = f"{seen} of {len(pairs)} pairs are separated"
+    if unlearnt := [pair for pair in pairs if not pair.is_learnt]:
+        named = ", ".join(f"{pair.better} and {pair.worse}" for pair in unlearnt)
+        why += f"; of {named} neither exceeds chance, {chance:.1f} %"
+    if needed:
+        seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
+        why += f"; with differences and spreads as observed, {'the rest' if unlearnt else 'all'} would need {seeds} seeds"
     return "not separated", why

@@ -248,7 +248,9 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
         theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
         ours = f"{pair.difference:+.2f} [{pair.low:+.2f}, {pair.high:+.2f}]"
         needed: Piece = "–"
-        if pair.word == "not separated":
+        if not pair.is_learnt:
+            needed = "– (at chance)"
+        elif pair.word == "not separated":
             needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
         rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

@@ -29,7 +29,7 @@ def drawn(means, spread, seeds=3, noise=0, shift=2.0):
 
 def test_a_pair_by_hand():
     """Differences 1, 2, 3: mean 2, standard deviation 1, t = 2√3 with 2 degrees of freedom, whose 97.5 % point is 4.3027."""
-    (pair,) = ordering.compare_pairs({"a": {0: 51, 1: 53, 2: 55}, "b": {0: 50, 1: 51, 2: 52}}, [("a", "b")], [0, 1, 2], 10_000)
+    (pair,) = ordering.compare_pairs({"a": {0: 51, 1: 53, 2: 55}, "b": {0: 50, 1: 51, 2: 52}}, [("a", "b")], [0, 1, 2], 10_000, 10)
     half = 4.302653 / 3**0.5
     assert (pair.difference, pair.low, pair.high) == pytest.approx((2, 2 - half, 2 + half), rel=1e-5)
     # t of 2 degrees of freedom has the distribution function 1/2 + t / (2 sqrt(2 + t²))
@@ -39,7 +39,7 @@ def test_a_pair_by_hand():
 
 def test_pairs_are_scipys_paired_t_tests():
     top1 = drawn((80, 79, 77, 70), 0.5, seeds=5)
-    pairs = ordering.compare_pairs(top1, ORDERS, range(5), 10_000)
+    pairs = ordering.compare_pairs(top1, ORDERS, range(5), 10_000, 10)
     alone = [stats.ttest_rel(list(top1[x].values()), list(top1[y].values())) for x, y in ORDERS]
     assert [pair.p for pair in pairs] == pytest.approx(ordering.holm([found.pvalue for found in alone]))
     for pair, found in zip(pairs, alone, strict=True):
@@ -77,6 +77,17 @@ def test_one_pair_that_is_too_close_leaves_the_rest_as_it_is():
     assert verdict.word == "not separated" and verdict.why.startswith("5 of 6 pairs are separated;") and "all would need" in verdict.why
     (close,) = [pair for pair in verdict.pairs if pair.word == "not separated"]
     assert (close.better, close.worse) == ("c", "d")
+
+
+def test_of_a_pair_at_chance_nothing_is_separated_and_more_seeds_do_not_help():
+    """Two classes and 4,000 images: chance is 50 %, its noise 1.96·√(2·0.5·0.5/4000) = 2.2 points."""
+    verdict = judge(drawn((60, 55, 51, 50), 0.01, shift=0.01), classes=2, images=4000)
+    assert verdict.word == "not separated"
+    assert verdict.why == "5 of 6 pairs are separated; of c and d neither exceeds chance, 50.0 %"
+    (pair,) = [pair for pair in verdict.pairs if not pair.is_learnt]
+    assert (pair.better, pair.worse, pair.word) == ("c", "d", "not separated") and pair.p < 1e-3
+    both = judge(drawn((60, 59.999, 51, 50), 0.1, shift=0.01), classes=2, images=4000)
+    assert "neither exceeds chance, 50.0 %; with differences and spreads as observed, the rest would need" in both.why
 
 
 @pytest.mark.parametrize(("mean", "spread", "alpha"), [(1.0, 1.0, 0.05), (0.3, 1.0, 0.05 / 6), (5.0, 1.0, 0.05)])
@@ -121,7 +132,7 @@ def test_a_budget_that_says_nothing(top1, gain, why):
 def test_differences_without_any_spread_are_not_certain():
     """Whole images: two accuracies that agree to the image on both seeds differ by a rounding's spread, not by none."""
     step = 100 / 359
-    (pair,) = ordering.compare_pairs({"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}, [("a", "b")], [0, 1], 359)
+    (pair,) = ordering.compare_pairs({"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}, [("a", "b")], [0, 1], 359, 10)
     assert pair.word == "not separated" and 0 < pair.p < 1
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
 from repro.report.variants import draw_variants, find_drawn, find_ends, find_groups, find_orders, find_shown, variants_section
@@ -158,3 +159,23 @@ def test_whether_a_curve_still_rises_is_read_on_one_split():
     on_tune = {"top1_percent": 80.0, "tune_top1_percent": 90.0, "tune_top1_previous_percent": 89.0}
     assert find_ends(on_tune) == (89.0, 90.0)
     assert find_ends({"top1_percent": 80.0, "top1_previous_percent": 79.0}) == (79.0, 80.0)
+
+
+def test_the_opening_counts_the_pairs_that_are_seen_and_says_a_scope_once(checkout):
+    """15, 10, 5 and 3 ordered pairs; with two points between neighbours and a seed's own 0.01 all are seen. On data of two classes
+    whose accuracies lie at chance nothing is."""
+    grid(checkout)
+    for name in ("conv1d", "dual", "conv2d"):
+        train(checkout, name, [50.0, 50.1, 50.2], folder="measured/cpu/ablate/connect", data="connect", classes=2)
+    for name, top1 in (("chunk64", 60.0), ("conv2d", 50.0)):
+        train(checkout, name, [top1, top1 + 1, top1 + 2], folder="measured/cpu/ablate/other", data="other")
+    page = render_blocks(answer_blocks(checkout.report())[:1])
+    rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines())}
+    assert rows["pairs that the paper orders, seen on embedded connect"] == [
+        "Table 3: insufficient budget",
+        f"{checkout.CPU}; run by hand; 3 seeds",
+    ]
+    counts, scope = rows["pairs that the paper orders, seen on embedded digits"]
+    assert counts == "Table 3: 15 of 15; Table 4: 10 of 10; Fig. 7(a): 5 of 5; Fig. 7(b): 3 of 3"
+    assert scope == "the same"
+    assert rows["pairs that the paper orders, seen on embedded other"] == ["Fig. 7(a): 0 of 1, 1 contradicted", "the same"]

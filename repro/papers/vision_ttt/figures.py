@@ -50,18 +50,18 @@ FIGURES = (
 
 
 def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str) -> Path:
-    """Three panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs.
+    """Panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs where they were measured.
 
     `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see `VariantTable.draw`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
-    figure, (paper, ours, speed) = new_figure(3)
+    speeds = {name: group.throughput(name) for name in ticks if group.throughput(name) is not None}
+    figure, (paper, ours, *rest) = new_figure(3 if speeds else 2)
     top1 = float(printed("table3.conv2d", TOP1))
     paper.plot(positions["conv2d"], top1, "o", color="black")
     paper.annotate(f"{top1} %", (positions["conv2d"], top1), xytext=(8, 6), textcoords="offset points", fontsize=9)
     paper.text(0.03, 0.04, f"{note}\n(no other number is printed)", transform=paper.transAxes, fontsize=8, va="bottom")
     paper.set(title="paper: Vittt-T on ImageNet-1K", ylabel="Top-1 (%)", ylim=(top1 - 3, top1 + 1))
-    devices = set()
     for name, x in positions.items():
         if name not in group.variants:
             continue
@@ -69,15 +69,14 @@ def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], st
         spread = statistics.stdev(values) if len(values) > 1 else None
         ours.plot([x] * len(values), values, ".", color=colour, alpha=0.5)
         ours.errorbar(x, statistics.mean(values), yerr=spread, fmt="o", color=colour, capsize=4)
-        if group.throughput(name) is not None:
-            speed.plot(x, group.throughput(name), "s", color=colour)
-            devices.add(group.speeds[name].device)
     m = group.common
     title = f"ours: {m['model'].split('_patch')[0]} on {m['data']}, {m['epochs']} epochs"
     ours.set(title=title, ylabel="Top-1 (%): mean ± standard deviation, seeds")
-    top = 1.15 * speed.dataLim.y1 if speed.has_data() else 1
-    speed.set(title=f"ours, {'; '.join(sorted(devices))}", ylabel="images per second", ylim=(0, top))
-    for panel in (paper, ours, speed):
+    for speed in rest:
+        speed.plot([positions[name] for name in speeds], list(speeds.values()), "s", color=colour)
+        devices = sorted({group.speeds[name].device for name in speeds})
+        speed.set(title=f"ours, {'; '.join(devices)}", ylabel="images per second", ylim=(0, 1.15 * max(speeds.values())))
+    for panel in (paper, ours, *rest):
         panel.set_xticks(range(len(ticks)), list(ticks.values()))
         panel.set(xlabel=axis, xlim=(-0.5, len(ticks) - 0.5))
         panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)

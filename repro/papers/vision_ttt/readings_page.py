@@ -6,7 +6,7 @@ from typing import Any
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, Section, code, number, prose, strong, table
 from ...report.measured import format_scores
-from ...report.ordering import Pair, compare_pairs
+from ...report.ordering import Pair, compare_pairs, sampling_noise
 from ...report.records import Source
 from .readings import Choice, list_trained, load_choices
 
@@ -55,7 +55,8 @@ def _compare_trained(trained: Trained) -> dict[str, Pair]:
     others = [text for text in top1 if text]
     if len(seeds) < 2 or not others:
         return {}
-    found = compare_pairs(top1, [(text, "") for text in others], seeds, trained[""].metrics["held_out_images"])
+    images, classes = (trained[""].metrics[key] for key in ("held_out_images", "classes"))
+    found = compare_pairs(top1, [(text, "") for text in others], seeds, images, classes)
     return dict(zip(others, found, strict=True))
 
 
@@ -98,7 +99,10 @@ def _describe_trained(trained: Trained, pairs: Mapping[str, Pair]) -> list[Block
         shown = [(code(text), f" ({pairs[text].difference:+.1f} points)") for text in separated]
         joined = tuple(piece for line in shown for piece in ("; ", *line))[1:]
         verdict = (strong(f"{len(separated)} of {len(pairs)} alternatives differ significantly from ours:"), " ", *joined, ".")
-    return [(about,), verdict]
+    means = [source.metrics[TOP1] for source in trained.values()]
+    noise = sampling_noise(sum(means) / len(means), m["held_out_images"])
+    spread = f"The means lie within {max(means) - min(means):.1f} points; chance alone makes {noise:.1f} on {m['held_out_images']} images"
+    return [(about,), verdict, (f"{spread}{', so this task cannot tell them apart.' if max(means) - min(means) < noise else '.'}",)]
 
 
 def _describe(choice: Choice, fits: Mapping[str, Any] | None, trained: Trained, pairs: Mapping[str, Pair]) -> list[Block]:
