@@ -42,7 +42,7 @@ test-gpu: setup
 reproduce: setup
 	@# DVC wants a Git repository unless told otherwise, and an unpacked archive is not one
 	@[ -e .git ] || $(VENV)/bin/dvc config --local core.no_scm true
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" dvc repro --force
+	$(VENV)/bin/repro run --force
 
 # Everything under results/measured/<this CPU> and results/measured/compile, in order. Each step keeps what is finished, so a second call
 # continues. The rates that `repro tune` chooses go into params.yaml by hand, before the rest; what needs a quiet machine comes last.
@@ -57,8 +57,9 @@ measure-cpu: setup
 	printf '%s\n' conv1d dual conv2d \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I VARIANT $(REPRO) ablate --variant VARIANT --data connect --seeds 7 --epochs 6 --no-speed
 	$(REPRO) readings --train --data digits --seeds 3 --jobs $(JOBS)
-	for task in detect segment; do \
-		$(REPRO) $$task --cell vittt_nano_scenes --seeds 5 && $(REPRO) $$task --cell vittt_nano_scenes --random --seeds 5 || exit 1; done
+	[ -f results/pretrain/vittt_nano_digits_wild/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits_wild
+	printf '%s\n' 'detect --cell vittt_nano_scenes' 'segment --cell vittt_nano_scenes' 'detect --cell vittt_nano_scenes --random' \
+		'segment --cell vittt_nano_scenes --random' | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL --seeds 3'
 	$(REPRO) ablate --all --data digits --seeds 7
 	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
 	TRITON_INTERPRET=1 $(REPRO) kernels check

@@ -38,6 +38,7 @@ class Stage:
         models: params (of a cell) -> the names of the models on whose sources its results depend.
         modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement names.
         files: patterns of other files than modules on which its results depend, from the checkout's root.
+        alone: whether other work on the machine would change its results, since they are times.
     """
 
     purpose: Literal["graph", "use", "check", "prove"] = "graph"
@@ -48,6 +49,7 @@ class Stage:
     models: Callable[[Any], Iterable[str]] = lambda params: ()
     modules: Callable[[Any], Iterable[str]] = lambda params: ()
     files: tuple[str, ...] = ()
+    alone: bool = False
 
     @property
     def scores(self) -> Mapping[str, str]:

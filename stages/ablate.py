@@ -29,11 +29,9 @@ def command(
     from repro.papers.vision_ttt.recipe import describe_recipe
     from repro.papers.vision_ttt.variants import VARIANTS
     from repro.training.cells import train_cells
-    from repro.training.grid import measure_throughput
 
     if not grid and variant is None:
-        for trained in train_cells("ablate", SPEC, cell, gpus, recipe=describe_recipe):
-            measure_throughput(trained)
+        train_cells("ablate", SPEC, cell, gpus, recipe=describe_recipe)
         return
     if cell is not None or gpus is not None:
         raise UserError("ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant")

@@ -14,7 +14,10 @@ from repro.measure.sweep import FAMILIES, SIZES
 from . import Stage
 
 STAGE = Stage(
-    params=EfficiencyParams, models=lambda params: [model for model, _ in params.models], cost="repro.planning.costs:charge_efficiency"
+    params=EfficiencyParams,
+    models=lambda params: [model for model, _ in params.models],
+    cost="repro.planning.costs:charge_efficiency",
+    alone=True,
 )
 
 

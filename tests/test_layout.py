@@ -48,6 +48,7 @@ ALLOWED = {
     "repro.benchmark": ("kernels", "repro.core", "repro.models", "repro.measure"),
     "repro.training.job": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks", "repro.measure"),
     "repro.graph": ("repro.core", "repro.training.job"),
+    "repro.pipeline": ("repro.core", "repro.training.job"),
     "repro.doctor": ("kernels", "repro.core", "repro.data"),
     "repro.papers": (
         "kernels",
@@ -64,7 +65,7 @@ ALLOWED = {
 ALLOWED["stages"] = tuple(ALLOWED)
 ALLOWED["repro.cli"] = ("repro.core", "stages")
 # the part of repro.training that builds and records what the engine trains
-JOBS = ("job", "cells", "grid", "tune")
+JOBS = ("job", "cells", "grid", "tune", "pool")
 # packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors, huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.measure")
 LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}

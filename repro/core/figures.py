@@ -18,6 +18,7 @@ STYLES = {
     "vim": ("Vim", "#009E73", "^", "-"),
     "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
     "vit3": ("ViT³", "#E69F00", "D", "-"),
+    "resnet": ("ResNet", "#000000", "x", "-"),
 }
 # the quantities of Fig. 1 and 6 of Vision-TTT -> the labels of their axes
 LABELS = {"macs_g": "multiply-adds per image (10⁹)", "throughput_img_per_s": "images per second", "peak_memory_mib": "peak memory (MiB)"}

@@ -15,6 +15,8 @@ from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
 
+# of the environment: when `repro run` began, in seconds since 1970, and how many stages it runs at once
+RUN_BEGAN = "REPRO_RUN_BEGAN"
 _VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
 # BLAS_INFO of PyTorch's build settings -> the library
 _BLAS = {"mkl": "Intel MKL", "open": "OpenBLAS", "accelerate": "Apple Accelerate", "veclib": "Apple vecLib", "acl": "Arm Compute Library"}
@@ -27,7 +29,7 @@ class Runtime:
     Args:
         device: `auto` takes CUDA where there is one.
         workers: processes that load data; 0 loads in the main process.
-        threads: CPU threads of the main process; null leaves PyTorch's choice.
+        threads: CPU threads of the main process, at most OMP_NUM_THREADS where that is set; null leaves PyTorch's choice.
         micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is larger is cut
             into parts whose gradients are averaged, so that the total batch is the one of the section whatever the GPUs are.
         compile: `torch.compile` for training. channels_last: memory format of the model's weights.
@@ -66,8 +68,11 @@ def torch_dtype(name: str) -> Any:
 
 
 def load_runtime(paths: Paths) -> Runtime:
-    """The `runtime:` section of this checkout's params.yaml."""
-    return load_section(Runtime, paths.params, "runtime")
+    """The `runtime:` section of this checkout's params.yaml; where OMP_NUM_THREADS is set, it limits the number of threads there."""
+    runtime, given = load_section(Runtime, paths.params, "runtime"), os.environ.get("OMP_NUM_THREADS")
+    if runtime.threads and given:
+        return dataclasses.replace(runtime, threads=min(runtime.threads, int(given)))
+    return runtime
 
 
 def choose_device(choice: str) -> Any:

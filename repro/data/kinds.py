@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings
+from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings, WildDigitsSettings
 
 Format = Literal["folders", "coco", "ade20k"]
 
@@ -82,6 +82,16 @@ KINDS = {
             writer="embedded.digits.write_digits",
         ),
         Kind(
+            name="digits_wild",
+            layout="train/, tune/ and test/, each with digit_<0-9>/",
+            splits=_TUNED,
+            check="check.folders.check_digits",
+            class_names=lambda: WildDigitsSettings.CLASSES,
+            settings_key="wild",
+            settings=WildDigitsSettings,
+            writer="embedded.digits_wild.write_digits_wild",
+        ),
+        Kind(
             name="imagenet",
             layout="train/<wnid>/ and val/<wnid>/, a thousand folders each",
             check="check.folders.check_imagenet",
@@ -148,6 +158,7 @@ class PrepareData:
     kind: Literal[tuple(KINDS)]
     expected: ExpectedCounts | None = None  # what the data set must hold; only a `folder` may leave it out
     generate: DigitsSettings | None = None  # how `digits` is written; only there
+    wild: WildDigitsSettings | None = None  # how `digits_wild` is written; only there
     draw: ScenesSettings | None = None  # how `scenes` is written; only there
     curves: ConnectSettings | None = None  # how `connect` is written; only there
 

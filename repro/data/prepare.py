@@ -43,6 +43,8 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     code = [__name__, *kind.modules]
     identity = make_identity(paths.root, code, params, data_manifest=path, device="cpu", dtype="uint8", backend="none")
     write_record(path.parent, metrics, identity, time.monotonic() - started)
+    counted = ", ".join(f"{metrics[f'{split}_images']:,} {split}" for split in kind.splits)
+    print(f"{cell}: {metrics['classes']} classes; images: {counted}", flush=True)
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:

@@ -79,7 +79,51 @@ class DigitsSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScenesSettings:
+class DrawnDigits:
+    """How digits look on textures, see `embedded.drawing`; the defaults are those of hard scenes."""
+
+    side_px: tuple[int, ...] = bounded((24, 96), ge=8)  # width of a scan in pixels before it is turned, [smallest, largest]
+    angle_degrees: float = bounded(30.0, ge=0, le=180)  # how far a digit is turned, to either side
+    # how far ink is from mid-grey, as a share of the way to white, [smallest, largest]
+    contrast: tuple[float, ...] = bounded((0.4, 1.0), gt=0, le=1)
+    ink: Literal["bright", "either"] = "bright"  # `either`: of each digit brighter or darker than mid-grey, as likely
+    texture_contrast: tuple[float, ...] = bounded((0.2, 0.6), ge=0, le=1)  # how far textures swing around mid-grey, likewise
+
+    def __post_init__(self) -> None:
+        for name in ("side_px", "contrast", "texture_contrast"):
+            _check_pair(name, getattr(self, name), "[smallest, largest]")
+
+    def _check_room(self, image_size: int) -> None:
+        turned = math.radians(min(self.angle_degrees, 45))
+        needed = math.ceil(self.side_px[1] * (math.cos(turned) + math.sin(turned))) + 2
+        if needed > image_size:
+            raise ValueError(f"side_px: {self.side_px[1]}, turned by {self.angle_degrees:g} degrees, needs {needed} pixels of {image_size}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WildDigitsSettings(DrawnDigits):
+    """How the embedded `digits_wild` are drawn: each scan on a texture, alone, wholly inside the image.
+
+    The fractions and `split_seed` choose the split of each scan, as for `digits`.
+    """
+
+    CLASSES: ClassVar[tuple[str, ...]] = DigitsSettings.CLASSES
+
+    image_size: int = bounded(144, ge=32)
+    train_copies: int = bounded(3, ge=1)  # images of each scan of the split train; of the others there is one
+    tune_fraction: float = bounded(0.2, gt=0, le=0.9)
+    test_fraction: float = bounded(0.2, gt=0, le=0.9)
+    split_seed: int = bounded(0, ge=0)
+    seed: int = bounded(0, ge=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fractions(self.tune_fraction, self.test_fraction)
+        self._check_room(self.image_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScenesSettings(DrawnDigits):
     """How the embedded `scenes` are drawn: side in pixels, number of images of each split, seed of the drawing.
 
     The fractions and `split_seed` choose the scans that appear in each split, as for `digits`. With the values that `digits` has, a
@@ -87,6 +131,10 @@ class ScenesSettings:
     """
 
     image_size: int = bounded(256, ge=128)
+    digits: tuple[int, ...] = bounded((3, 8), ge=1, le=9)  # [fewest, most] in an image
+    # the largest share of a digit's box that another one's may cover: digits then lie wholly inside the image, and one for which there
+    # is no room is left out; null: anywhere, up to a quarter of their width beyond the border
+    overlap: float | None = bounded(None, ge=0, le=1)
     train: int = bounded(400, ge=1)
     tune: int = bounded(100, ge=1)
     test: int = bounded(100, ge=1)
@@ -96,7 +144,11 @@ class ScenesSettings:
     split_seed: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_pair("digits", self.digits, "[fewest, most]")
         _check_fractions(self.tune_fraction, self.test_fraction)
+        if self.overlap is not None:
+            self._check_room(self.image_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

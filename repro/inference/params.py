@@ -6,6 +6,7 @@ from typing import Literal
 
 from ..core.config import bounded
 from ..core.errors import UserError
+from ..core.figures import STYLES
 from ..data.settings import TransformSettings
 
 
@@ -85,3 +86,26 @@ class VisualizeParams:
     field_images: int = bounded(ge=1)
     probes: tuple[str, ...] = ()
     probe_images: int = bounded(ge=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolutionParams:
+    """The `resolution:` section.
+
+    Args:
+        data: a cell of `prepare_data`, whose reported split is used.
+        models: family, a key of `core.figures.STYLES` -> file of weights; all were trained at one image size.
+        image_sizes: sides in pixels.
+        batch_size: images that go through a model at once.
+        repeats: forward passes whose median time is taken.
+    """
+
+    data: str
+    models: dict[str, str]
+    image_sizes: tuple[int, ...] = bounded(ge=1)
+    batch_size: int = bounded(8, ge=1)
+    repeats: int = bounded(5, ge=1)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.models) - set(STYLES)):
+            raise ValueError(f"models: {unknown[0]} has no style in figures; known: {', '.join(STYLES)}")

@@ -1,6 +1,9 @@
 """The opening of a page, part of which README also shows: how many numbers match, what was measured and on which device, a few pictures."""
 
 import dataclasses
+import datetime
+import os
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +13,7 @@ from ..core.errors import UserError
 from ..core.figures import against_resolution
 from ..core.noise import describe_noise
 from ..core.record import read_json, write_json
+from ..core.runtime import RUN_BEGAN
 from .claims import Report
 from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
@@ -58,22 +62,30 @@ def readme_blocks(report: Report) -> dict[str, str]:
 
 
 def note_pipeline(report: Report) -> None:
-    """Write results/pipeline.json: the seconds of all stages together, their commits, and the device and profile of those that train.
+    """Write results/pipeline.json: how long all stages took, how many ran at once, their commits, and the device and profile of those that train.
 
-    The seconds of each stage lie beside its record, where Git does not keep them. Where one is missing or damaged, as on a fresh clone,
-    the file stays as it is.
+    After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the records, where
+    Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is.
     """
     # the record of the machine has no code hash, and is none of results
     own = [source for source in report.results.sources if source.stage is not None and "code_hash" in source.identity]
     files = [report.results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
+    began, jobs = (float(each) for each in os.environ.get(RUN_BEGAN, "inf 1").split())
     try:
-        seconds = sum(read_json(file)["seconds"] for file in files)
-    except (UserError, LookupError, TypeError):
+        runs = [read_json(file) for file in files]
+        first = min(datetime.datetime.fromisoformat(run["finished"]).timestamp() - run["seconds"] for run in runs)
+        seconds = sum(run["seconds"] for run in runs)
+    except (UserError, LookupError, TypeError, ValueError):
         return
+    if first > began - 1:  # the records say whole seconds
+        seconds = time.time() - began
+    else:  # at least one stage is of an earlier run
+        jobs = 1
     origin = describe_origin([source for source in own if source.is_trained], report.named)
-    noted = {"seconds": round(seconds), "origin": origin, "commits": sorted({str(source.identity["parent_commit"]) for source in own})}
+    commits = sorted({str(source.identity["parent_commit"]) for source in own})
+    noted = {"seconds": round(seconds), "jobs": int(jobs), "origin": origin, "commits": commits}
     write_json(report.results.paths.results / PIPELINE_FILE, noted)
 
 
@@ -102,7 +114,8 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]
         facts.append(_answer(question, [report.verdicts[name] for name in question.find(paper.ledger)], report))
     if readme and (pipeline := results.paths.results / PIPELINE_FILE).is_file():
         noted = read_json(pipeline)
-        facts.append((("the stages of ", code("make reproduce")), f"{noted['seconds'] / 60:.0f} min", noted["origin"]))
+        at_once = f", {noted['jobs']} at once" if noted.get("jobs", 1) > 1 else ""
+        facts.append((("the stages of ", code("make reproduce")), f"{noted['seconds'] / 60:.0f} min{at_once}", noted["origin"]))
     if paper.primary:
         facts += _embedded_scores(report, 1 if readme else None)
     facts += _orderings(report)

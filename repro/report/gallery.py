@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .claims import Report
+from .dense import find_dense_drawn
 from .document import Block, Heading, Line, Picture, Section, code, prose, table
 from .paper import Figure
 from .records import Source
@@ -19,7 +20,7 @@ def figures_section(report: Report) -> Section:
 
 
 def examples_section(report: Report) -> Section:
-    """What trained models see in held-out images, one row of pictures for each run."""
+    """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what they confuse."""
     results = report.results
     blocks: list[Block] = [("Held-out images with what trained models see in them. The paper prints none.",)]
     runs: dict[str, list[str]] = {}
@@ -32,6 +33,8 @@ def examples_section(report: Report) -> Section:
         blocks += [_origin_line(run, find_beside(names[0], results), report), table([""] * len(pictures), [pictures])]
     if not runs:
         blocks.append(prose("There are no pictures yet: `repro detect`, `repro segment`."))
+    for name, sources in find_dense_drawn(report).items():
+        blocks += [(Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),), _origin_line(f"figures/{name}", sources, report)]
     return Section("Example pictures", blocks)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .document import Block, Bullets, Heading, Line, Piece, Section, code, number, prose, table
+from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .records import Source, find_missing_records
 from .results import Results, SpeedGroup
 from .verdicts import significant
@@ -70,6 +70,32 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
     return Section(title, [(text,), table(header, rows)])
+
+
+def over_resolution(results: Results) -> list[Section]:
+    """Classifiers at larger images than those of their training; no section without `repro resolution`."""
+    sections = []
+    for source in (source for source in results.sources if "evaluated" in source.metrics):
+        m = source.metrics
+        cells = {(row["family"], row["image_size"][0]): row for row in m["evaluated"]}
+        families, sizes = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+        header = ["model", *(f"{size}² ({size / m['train_image_size']:.2g}×)" for size in sorted(sizes))]
+        accuracies, times = [], []
+        for family in families:
+            rows = [cells[family, size] for size in sorted(sizes)]
+            accuracies.append([rows[0]["model"], *(number(f"{row['top1_percent']:.1f}") for row in rows)])
+            times.append([rows[0]["model"], *(_cell({**row, "status": "ok"}, "latency_ms") for row in rows)])
+        text = (
+            f"The classifiers of the pipeline, trained at {m['train_image_size']}² pixels with one seed, on the {m['held_out_images']} "
+            f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
+            "trained at scale behaves likewise, these nanos cannot say."
+        )
+        origin = code(source.path), f": {source.device}. Top-1 (%):"
+        picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
+        timed = ("Time of a forward pass for each image (ms):",)
+        blocks = [(text,), picture, origin, table(header, accuracies), timed, table(header, times)]
+        sections.append(Section("Beyond the image size of the training", blocks))
+    return sections
 
 
 def searches(results: Results) -> list[Section]:

@@ -12,6 +12,7 @@ from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
 from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
 from .claims import Report
+from .dense import draw_dense
 from .document import Section
 from .gallery import examples_section, figures_section
 from .html import render_html
@@ -82,6 +83,8 @@ def _build_pages(
             report = judge(paper, results)
             draw_variants(report, figures)
             draw_contest(report, figures)
+            if paper.primary:
+                draw_dense(report, figures)
             pages.append((report, build_document(report)))
             documents |= {each.file: render_markdown(each.build(report), "../results/") for each in paper.documents}
             passages += build_passages(report)
@@ -136,7 +139,7 @@ def build_document(report: Report) -> list[Section]:
         page.append(comparison.cost_claims(report))
     if paper.primary:
         page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), *measured.searches(results)]
-        page.append(examples_section(report))
+        page += [*measured.over_resolution(results), examples_section(report)]
     page += [section for build_section in paper.sections for section in build_section(report)]
     page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]
     page += [*comparison.not_measurable(report), comparison.not_measured(report), comparison.where_checked(report)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ..core.noise import find_spread
 from .claims import Report
+from .dense import find_compared_runs, name_first_weights
 from .document import Block, Bullets, Line, Piece, code, number, prose, strong, table
 from .gallery import describe_origin, describe_profile
 from .measured import format_scores
@@ -40,11 +41,7 @@ def judge_ablations(report: Report) -> list[Block]:
 def compare_without_learning(report: Report) -> list[Block]:
     """The runs on embedded data beside a method that learns nothing: who is ahead, by which score."""
     results = report.results
-    runs: dict[tuple[str, str, str], list[Source]] = {}
-    for source in results.score_sources:
-        if reference := source.metrics.get("without_learning"):
-            stage = next(name for name, labels in results.scores.items() if labels and next(iter(labels)) in source.metrics)
-            runs.setdefault((stage, source.metrics["data"], format_scores(reference, results.scores[stage])), []).append(source)
+    runs = find_compared_runs(results)
     if not runs:
         return [prose("Nothing is recorded yet: `repro detect` and `repro segment` train and score both.")]
     blocks: list[Block] = []
@@ -98,9 +95,14 @@ def _judge_pairs(found: Ordering) -> list[Piece | Line]:
 
 def _run_row(source: Source, labels: Mapping[str, str], report: Report) -> list[Piece | Line]:
     m = source.metrics
-    first = "pretrained" if m.get("init") else "random"
     counts = (number(f"{count:.0f}") for count in (m["epochs"], len(m["by_seed"]), m["held_out_images"]))
-    return [_name(source), first, *counts, *(format_scores(m, {key: ""}, 1) for key in labels), describe_origin([source], report.named)]
+    return [
+        _name(source),
+        name_first_weights(source),
+        *counts,
+        *(format_scores(m, {key: ""}, 1) for key in labels),
+        describe_origin([source], report.named),
+    ]
 
 
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> Line:

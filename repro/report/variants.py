@@ -179,10 +179,19 @@ def find_shown(report: Report) -> set[str]:
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
-    """Each group with each table and figure of which it has two variants."""
+    """Each group with each table and figure of which it has two variants, unless another one says all that it says, and more."""
     variants = report.paper.variants
     groups = find_groups(report.results, variants) if variants else []
-    return [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
+    pairs = [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
+    return [
+        (group, where) for group, where in pairs if not any(_surpasses(other, group, where) for other, place in pairs if place is where)
+    ]
+
+
+def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
+    """Whether another group has all variants of a group, trained on the same data with more seeds, as those by hand may."""
+    alike = all(other.common[key] == group.common[key] for key in ("model", "data", "recipe_hash"))
+    return alike and other.most_seeds > group.most_seeds and set(group.at(where)) <= set(other.at(where))
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:

@@ -12,7 +12,7 @@ from ..core.ui import print_table
 from ..measure.speed import RowSpec, measure
 from .cells import find_finished_seeds, train_cell
 from .job import Cell
-from .pool import Work, limit_threads, run_all
+from .pool import Work, run_all
 
 BATCHES = (64, 32, 16, 8, 4, 2, 1)  # the first is that of Fig. 6 of Vision-TTT
 DTYPE = {"cpu": "fp32", "cuda": "fp16"}
@@ -67,7 +67,7 @@ def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> No
 def train_one(name: str, variant: Variant, *, speed: bool) -> None:
     """Train one variant in this process. Raises as `train_cell`."""
     if variant.missing:
-        train_cell(dataclasses.replace(variant.cell, runtime=limit_threads(variant.cell.runtime)))
+        train_cell(variant.cell)
     if speed:
         _measure(name, variant)
 

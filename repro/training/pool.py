@@ -1,4 +1,4 @@
-"""Running commands of this project in several processes at once, each with its share of the machine and a log of its own."""
+"""Running commands in several processes at once, each with its share of the machine and a log of its own."""
 
 import dataclasses
 import os
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from ..core.errors import Interrupted
@@ -18,70 +18,105 @@ class Work:
     """A process that is to run.
 
     Args:
-        arguments: of the command line, from the verb on.
+        arguments: of the command line, behind the name of the module.
         log: takes what it prints.
+        module: what Python runs.
+        after: the names of others that must have succeeded before it starts; those that nobody runs count as done.
+        alone: whether nothing may run beside it; it then has all threads.
     """
 
     arguments: tuple[str, ...]
     log: Path
+    module: str = "repro"
+    after: tuple[str, ...] = ()
+    alone: bool = False
 
 
-def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path) -> dict[str, str]:
+def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path, *, alike: bool = True) -> dict[str, str]:
     """Run everything that waits, `jobs` processes at once, and print what becomes of each; name -> the error of those that failed.
+
+    They start in the order of `waiting`, as far as what they need is done. What needs a failed one fails without having run. Where they
+    take about the same time (`alike`), it is said how long the rest will take.
 
     Raises:
         Interrupted: a signal came; it was passed on, and each process has ended.
     """
     from .loop import catch_signals
 
-    queue = list(waiting.items())
-    running: dict[int, tuple[str, subprocess.Popen, Path, float]] = {}
+    queue = dict(waiting)
+    running: dict[int, tuple[str, subprocess.Popen, float]] = {}
     total, finished, failed, told, began = len(queue), 0, {}, False, time.monotonic()
     with catch_signals(twice=True) as received:
         while running or (queue and not received):
-            for slot in [slot for slot in range(jobs) if slot not in running and queue and not received]:
-                name, work = queue.pop(0)
-                running[slot] = (name, _start(work, _find_environment(slot, jobs, runtime)), work.log, time.monotonic())
-                print(f"{name}: training, output in {work.log.relative_to(root)}", flush=True)
+            for slot in [slot for slot in range(jobs) if slot not in running and not received]:
+                names = {name for name, _, _ in running.values()}
+                if (name := _choose_next(queue, [waiting[each] for each in names], names | set(queue))) is None:
+                    break
+                work = queue.pop(name)
+                environment = _find_environment(slot, 1 if work.alone else jobs, runtime)
+                running[slot] = (name, _start(work, environment, root), time.monotonic())
+                print(f"{name}: running, output in {work.log.relative_to(root)}", flush=True)
             if received and not told:  # once: a second signal ends a process without its state saved
                 told = True
-                for _, process, _, _ in running.values():
-                    process.send_signal(signal.SIGTERM)
+                for name, process, _ in running.values():
+                    _stop(process, waiting[name])
             time.sleep(1.0 if received else 0.1)
-            for slot, (name, process, log, started) in list(running.items()):
+            for slot, (name, process, started) in list(running.items()):
                 if process.poll() is None:
                     continue
                 del running[slot]
                 finished += 1
-                last = _find_last_line(log)
+                last = _find_last_line(waiting[name].log, "done" if process.returncode == 0 else "no output")
                 if process.returncode and not received:
                     failed[name] = last
+                    for other in _list_dependants(name, queue):
+                        del queue[other]
+                        failed[other] = f"not run, since {name} failed"
+                        finished += 1
                 left = (time.monotonic() - began) / finished * (total - finished) / 60
-                print(f"[{finished} of {total}, about {left:.0f} min left] {last} ({time.monotonic() - started:.0f} s)", flush=True)
+                ahead = f", about {left:.0f} min left" if alike else ""
+                said = last if name.rpartition("@")[2] in last else f"{name}: {last}"
+                print(f"[{finished} of {total}{ahead}] {said} ({time.monotonic() - started:.0f} s)", flush=True)
     if received:
         raise Interrupted(received[0], f"{finished} of {total} ended, each with its state kept")
     return failed
 
 
-def limit_threads(runtime: Runtime) -> Runtime:
-    """The settings of a process of `run_all`: the threads that it was given limit those of params.yaml, which all processes share."""
-    given = os.environ.get("OMP_NUM_THREADS")
-    if runtime.threads and given:
-        return dataclasses.replace(runtime, threads=min(runtime.threads, int(given)))
-    return runtime
+def _choose_next(queue: Mapping[str, Work], busy: Sequence[Work], open_names: Set[str]) -> str | None:
+    """The first that waits for nothing; None if there is none, or what runs must run alone."""
+    if any(work.alone for work in busy):
+        return None
+    ready = (name for name, work in queue.items() if not open_names & set(work.after) and not (work.alone and busy))
+    return next(ready, None)
 
 
-def _start(work: Work, environment: Mapping[str, str]) -> subprocess.Popen:
+def _list_dependants(name: str, queue: Mapping[str, Work]) -> list[str]:
+    """Those in the queue that need `name`, or one that needs it."""
+    found = {name}
+    while added := {other for other, work in queue.items() if other not in found and found & set(work.after)}:
+        found |= added
+    return [other for other in queue if other in found]
+
+
+def _stop(process: subprocess.Popen, work: Work) -> None:
+    """Ask a process to end with its state saved. DVC, which runs another one, waits for that after a SIGINT, and dies of a SIGTERM."""
+    if work.module == "dvc":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
+
+
+def _start(work: Work, environment: Mapping[str, str], root: Path) -> subprocess.Popen:
     work.log.parent.mkdir(parents=True, exist_ok=True)
     with open(work.log, "w", encoding="utf-8") as stream:
         # in its own session: a Ctrl-C in the terminal reaches it once, and only through this process
-        command = [sys.executable, "-m", "repro", *work.arguments]
-        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        command = [sys.executable, "-m", work.module, *work.arguments]
+        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=root, env=environment, start_new_session=True)
 
 
-def _find_last_line(log: Path) -> str:
+def _find_last_line(log: Path, default: str) -> str:
     """The error in a log, which may stand before what the process still wrote when it ended, else the last line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [default]
     return next((line for line in reversed(lines) if line.startswith("repro: ")), lines[-1]).removeprefix("repro: ")
 
 

@@ -25,7 +25,7 @@ from ..tasks.spec import TaskSpec
 from .cells import find_place
 from .job import Cell, build_job, run_job
 from .params import TrainParams
-from .pool import Work, limit_threads, run_all
+from .pool import Work, run_all
 
 STAGES = ("pretrain", "baselines")
 RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
@@ -198,7 +198,7 @@ def run_trial(search: Search, number: int) -> None:
     trials = search.trials
     if not 1 <= number <= len(trials):
         raise UserError(f"tune: --trial {number}: {search.name} has the trials 1 to {len(trials)}")
-    trial = dataclasses.replace(trials[number - 1], runtime=limit_threads(search.runtime))
+    trial = trials[number - 1]
     started, origin, optim = time.monotonic(), search.find_origin(trial), trial.params.optim
     found: dict[str, Any] = {"lr": optim.lr, "warmup_epochs": optim.warmup_epochs}
     score, label = next(iter(search.spec.scores.items()))

@@ -1,6 +1,8 @@
-"""scenes against pycocotools, mmseg and counts by hand."""
+"""scenes against pycocotools, mmseg and counts by hand, as hard ones and as calm ones."""
 
+import dataclasses
 import hashlib
+import itertools
 import os
 from pathlib import Path
 
@@ -10,19 +12,32 @@ from PIL import Image
 from pycocotools.coco import COCO
 from scipy.ndimage import binary_erosion
 
+from repro.core.config import build, load_section
 from repro.core.errors import UserError
 from repro.data.embedded import scenes
 from repro.data.embedded.digits import load_scans, write_digits
 from repro.data.embedded.scenes import CATEGORY_IDS, CLASSES, write_scenes
+from repro.data.kinds import PrepareData
 from repro.data.settings import DigitsSettings, ScenesSettings
 
-SMALL = ScenesSettings(train=24, tune=4, test=10)
+PROFILES = Path(__file__).parents[2] / "profiles"
+HARD, CALM = (
+    dataclasses.replace(load_section(PrepareData, PROFILES / f"{profile}.yaml", "prepare_data", cell).draw, train=24, tune=4, test=10)
+    for profile, cell in (("paper", "scenes_hard"), ("mini", "scenes"))
+)
+# fewest, most and least mean number of instances in an image; grey level of ink over mid-grey
+EXPECTED = {256: ((2, 8, 4.0), (1.4, 2.0)), 128: ((2, 4, 2.9), (1.7, 2.0))}
+
+
+@pytest.fixture(scope="module", params=[HARD, CALM], ids=["hard", "calm"])
+def settings(request) -> ScenesSettings:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(settings, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "scenes"
-    write_scenes(folder, SMALL)
+    write_scenes(folder, settings)
     return folder
 
 
@@ -48,14 +63,14 @@ def pairs(root: Path, split: str):
         yield coco, image_id, pixels, read(root / "ade20k/annotations" / ade / f"{stem}.png")
 
 
-def test_files_depend_on_the_settings_alone(root, tmp_path):
+def test_files_depend_on_the_settings_alone(root, settings, tmp_path):
     write_scenes(tmp_path / "again", ScenesSettings(train=5, tune=1, test=2, seed=1))
-    write_scenes(tmp_path / "again", SMALL)  # over another tree
+    write_scenes(tmp_path / "again", settings)  # over another tree
     assert content(tmp_path / "again") == content(root)
-    write_scenes(tmp_path / "more", ScenesSettings(train=25, tune=4, test=10))
+    write_scenes(tmp_path / "more", dataclasses.replace(settings, train=25))
     first = "coco/train2017/000000000001.png"
     assert content(tmp_path / "more")[first] == content(root)[first]
-    write_scenes(tmp_path / "other", ScenesSettings(train=24, tune=4, test=10, seed=1))
+    write_scenes(tmp_path / "other", dataclasses.replace(settings, seed=1))
     assert content(tmp_path / "other")[first] != content(root)[first]
     assert sorted(os.listdir(tmp_path)) == ["again", "more", "other"]
 
@@ -63,17 +78,24 @@ def test_files_depend_on_the_settings_alone(root, tmp_path):
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match=r"did not write; remove them or set runtime\.data_roots\.scenes"):
-        write_scenes(tmp_path, SMALL)
+        write_scenes(tmp_path, HARD)
 
 
-def test_sizes_do_not_depend_on_a_compressor(root):
+@pytest.mark.parametrize("settings", [HARD], indirect=True, ids=["hard"])
+def test_hard_scenes_are_those_of_the_first_version(root):
+    """The hash is of the files that the module wrote when its settings were constants of the code (commit 70c7940)."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(content(root).items()) if name != "generated.json")
+    assert hashlib.sha256(lines.encode()).hexdigest() == "65bf26e55868505b03aaaf0ba57c4f75e0ecd4828931fba3d4e6aa9ea961d470"
+
+
+def test_sizes_do_not_depend_on_a_compressor(root, settings):
     """An uncompressed PNG of 256 rows of 256 grey levels has 65,792 bytes of pixels, and little else."""
-    sizes = {path.stat().st_size for path in root.rglob("*.png")}
-    assert len(sizes) == 1 and 256 * 257 < sizes.pop() < 256 * 257 + 200
+    sizes, side = {path.stat().st_size for path in root.rglob("*.png")}, settings.image_size
+    assert len(sizes) == 1 and side * (side + 1) < sizes.pop() < side * (side + 1) + 200
 
 
 @pytest.mark.parametrize("split", ["train", "tune", "test"])
-def test_boxes_areas_and_masks_by_hand(root, split):
+def test_boxes_areas_and_masks_by_hand(root, settings, split):
     counts = []
     for coco, image_id, pixels, labels in pairs(root, split):
         annotations = coco.imgToAnns[image_id]
@@ -90,11 +112,12 @@ def test_boxes_areas_and_masks_by_hand(root, split):
         assert together.max() <= 1, "what is visible of one digit is not visible of another"
         assert np.array_equal(np.where(labels <= 10, labels, 0), expected)
         assert len(set(np.unique(labels)) - {*range(11)}) == 2, "two textures"
-    assert len(counts) == getattr(SMALL, split) and min(counts) >= 2 and max(counts) <= 8 and np.mean(counts) > 4
+    (fewest, most, mean), _ = EXPECTED[settings.image_size]
+    assert len(counts) == getattr(settings, split) and min(counts) >= fewest and max(counts) <= most and np.mean(counts) > mean
 
 
-def test_masks_lie_on_the_digits(root):
-    """Inside a stroke the pixels have the digit's level, 1.4 to 2.0 times mid-grey, with noise of 8 levels: that of half of them spreads by 8."""
+def test_masks_lie_on_the_digits(root, settings):
+    """Inside a stroke the pixels have the digit's level, with noise of 8 grey levels: half of them spread by 8."""
     levels = []
     for coco, image_id, pixels, _ in pairs(root, "train"):
         for annotation in coco.imgToAnns[image_id]:
@@ -102,13 +125,42 @@ def test_masks_lie_on_the_digits(root):
             if len(inside) >= 30:
                 assert np.percentile(inside, 75) - np.percentile(inside, 25) < 2 * 8
                 levels.append(np.median(inside) / 127.5)
-    assert len(levels) > 40 and 1.35 < min(levels) < 1.6 and 1.8 < max(levels) <= 2
+    _, (darkest, brightest) = EXPECTED[settings.image_size]
+    assert len(levels) > 40 and darkest - 0.05 < min(levels) < darkest + 0.2 and brightest - 0.2 < max(levels) <= brightest
+
+
+def test_calm_digits_lie_inside_and_hardly_on_one_another():
+    """Of what can be seen of a digit, which strokes over it can only make less, a box covers at most 15 %, and pixels of anti-aliasing."""
+    scans, targets = load_scans()
+    lost = 0
+    for seed in range(40):
+        _, instances, _ = scenes.draw(np.random.default_rng(seed), scans, targets, CALM)
+        corners = [(*np.argwhere(mask).min(axis=0), *np.argwhere(mask).max(axis=0) + 1) for _, mask in instances]
+        for (top, left, bottom, right), (above, before, below, behind) in itertools.combinations(corners, 2):
+            both = max(min(bottom, below) - max(top, above), 0) * max(min(right, behind) - max(left, before), 0)
+            smaller = min((bottom - top) * (right - left), (below - above) * (behind - before))
+            assert both <= 0.15 * smaller * 1.25
+        lost += len(instances) < 3
+    assert lost < 10, "for some there is no room"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"side_px": [96, 24]}, r"side_px: expected \[smallest, largest\]"),
+        ({"digits": [4]}, r"digits: expected \[fewest, most\]"),
+        ({"overlap": 0.1, "side_px": [24, 120], "image_size": 128}, "side_px: 120, turned by 30 degrees, needs 166 pixels of 128"),
+    ],
+)
+def test_settings_that_cannot_be_drawn_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        build(ScenesSettings, settings, "draw")
 
 
 def test_what_shows_too_little_to_be_annotated_is_unlabelled():
     scans, targets = load_scans()
     for seed in range(60):  # small images, in which much is hidden
-        _, instances, labels = scenes.draw(np.random.default_rng(seed), scans, targets, 128)
+        _, instances, labels = scenes.draw(np.random.default_rng(seed), scans, targets, ScenesSettings(image_size=128))
         digits = np.zeros_like(labels)
         for digit, mask in instances:
             assert mask.sum() >= 20
@@ -128,9 +180,9 @@ def test_each_split_shows_the_digits_that_pretraining_has_there(tmp_path, monkey
     write_digits(tmp_path / "digits", DigitsSettings(image_size=8))  # as small as the scans
     seen, draw = [], scenes.draw
 
-    def note(rng, scans, targets, size):
+    def note(rng, scans, targets, settings):
         seen.append(sorted((int(digit), scan.tobytes()) for digit, scan in zip(targets, scans)))
-        return draw(rng, scans, targets, size)
+        return draw(rng, scans, targets, settings)
 
     monkeypatch.setattr(scenes, "draw", note)
     write_scenes(tmp_path / "scenes", ScenesSettings(train=1, tune=1, test=1, seed=7))
@@ -139,7 +191,7 @@ def test_each_split_shows_the_digits_that_pretraining_has_there(tmp_path, monkey
         assert used == sorted((int(path.parent.name[-1]), read(path).tobytes()) for path in files)
 
 
-def test_mmseg_reads_it_as_ade20k(root):
+def test_mmseg_reads_it_as_ade20k(root, settings):
     from mmseg.datasets import ADE20KDataset
     from mmseg.utils import register_all_modules
 
@@ -150,7 +202,7 @@ def test_mmseg_reads_it_as_ade20k(root):
         data_prefix={"img_path": "images/testing", "seg_map_path": "annotations/testing"},
         pipeline=[{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}],
     )
-    assert len(dataset) == SMALL.test
+    assert len(dataset) == settings.test
     for sample, (_, _, pixels, labels) in zip((dataset[i] for i in range(len(dataset))), pairs(root, "test"), strict=True):
         assert np.array_equal(sample["img"], np.repeat(pixels[..., None], 3, axis=2))
         assert np.array_equal(sample["gt_seg_map"], np.where(labels == 0, 255, labels - 1.0))

@@ -24,6 +24,7 @@ TOP = {"top1_percent": "top1", "top5_percent": "top5"}
 SCORES: dict[str, dict[str, str]] = {
     "complexity": {},
     "readings": {},
+    "resolution": {},
     "theory": {},
     "pretrain": TOP,
     "baselines": TOP,

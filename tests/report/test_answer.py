@@ -1,5 +1,6 @@
 """What a page opens with and README shows: every number from a record, with its device, profile and scope, whomever it speaks for."""
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from repro.core.config import active_profile
 from repro.core.paths import Paths
 from repro.core.record import read_json
+from repro.core.runtime import RUN_BEGAN
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
 from repro.report.answer import answer_blocks, find_speeds, readme_blocks
@@ -206,15 +208,22 @@ def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
     assert readme.read_text(encoding="utf-8") == "# Without markers\n"
 
 
-def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(checkout):
+@pytest.fixture
+def timed(checkout):
+    """Three stages, of 90, 31 and 10 seconds, that ended one after another, and a README with a block."""
     speeds(checkout)
     checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359)
+    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=10)
     checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
     checkout.write("README.md", "<!-- results -->\n<!-- /results -->\n")
     files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
-    for seconds, file in zip((90, 31), files, strict=True):
-        file.write_text(f'{{"seconds": {seconds}}}')
-    for gone in (None, files[0]):
+    for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
+        file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')
+    return files
+
+
+def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(checkout, timed):
+    for gone in (None, timed[0]):
         if gone:
             gone.unlink()
         run(ReportParams(), checkout.paths, html=False)
@@ -223,7 +232,25 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the
             in (checkout.paths.root / "README.md").read_text()
         )
     noted = read_json(checkout.paths.results / "pipeline.json")
-    assert noted["seconds"] == 121 and noted["commits"] == ["0123456789abcdef"]
+    assert (noted["seconds"], noted["jobs"]) == (131, 1) and noted["commits"] == ["0123456789abcdef"]
+
+
+@pytest.mark.parametrize(
+    ("began", "expected"),
+    [
+        ("2026-01-01T12:00:29+00:00", (300, 2)),  # the first stage began a second later
+        ("2026-01-01T12:00:40+00:00", (131, 1)),  # it is of an earlier run
+    ],
+)
+def test_the_time_of_stages_that_ran_at_once_is_that_of_their_run(checkout, timed, monkeypatch, began, expected):
+    start = datetime.datetime.fromisoformat(began).timestamp()
+    monkeypatch.setenv(RUN_BEGAN, f"{start} 2")
+    monkeypatch.setattr("time.time", lambda: start + 300)
+    run(ReportParams(), checkout.paths, html=False)
+    noted = read_json(checkout.paths.results / "pipeline.json")
+    assert (noted["seconds"], noted["jobs"]) == expected
+    at_once = ", 2 at once" if expected[1] == 2 else ""
+    assert f"| {expected[0] / 60:.0f} min{at_once} |" in (checkout.paths.root / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["results", "picture"])

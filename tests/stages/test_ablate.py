@@ -116,10 +116,7 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     digest = hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16]
     assert ours["weights_hash"] == digest == ours["by_seed"][0]["weights_hash"]
     assert ours["num_params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).num_params
-    speed = json.loads((CELL / "speed.json").read_text())["metrics"]
-    # a machine that is too busy gives no speed, but says so
-    assert (speed["throughput_img_per_s"] or 0) > 0 or speed["throughput_img_per_s_reason"]
-    assert (speed["batch_size"], speed["weights_hash"]) == (64, digest)
+    assert not (CELL / "speed.json").exists()
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
@@ -144,9 +141,13 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
     assert code == 1 and err.count("\n") == 1 and "1 of 2 failed, the others are done: head: " in err and str(blocked) in err
     folder = blocked.parent / "conv1d"
     weights = (folder / "weights.safetensors").read_bytes()
-    assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--no-speed")[0] == 0
+    assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2")[0] == 0
     metrics = record(folder)["metrics"]
-    assert [entry["seed"] for entry in metrics["by_seed"]] == metrics["seeds"] == [0, 1] and not (folder / "speed.json").exists()
+    assert [entry["seed"] for entry in metrics["by_seed"]] == metrics["seeds"] == [0, 1]
+    speed = json.loads((folder / "speed.json").read_text())["metrics"]
+    # a machine that is too busy gives no speed, but says so
+    assert (speed["throughput_img_per_s"] or 0) > 0 or speed["throughput_img_per_s_reason"]
+    assert (speed["batch_size"], speed["weights_hash"]) == (64, metrics["weights_hash"])
     assert [row["seed"] for row in csv.DictReader(open(folder / "curve.csv"))] == ["0", "1"]
     assert (folder / "weights.safetensors").read_bytes() == weights
     code, _, err = repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")

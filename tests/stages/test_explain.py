@@ -30,10 +30,13 @@ visualize:
 
 
 def write(path: Path, name: str, seed: int, **options) -> None:
-    """An untrained model for digits of 64 pixels."""
+    """An untrained model for digits, of 64 pixels unless `img_size` says otherwise."""
     torch.manual_seed(seed)
     options = {"num_classes": 10, "img_size": 64, **options}
-    preprocessing, classes = TransformSettings(image_size=64, crop_pct=1.0).preprocessing(), [f"digit_{i}" for i in range(10)]
+    preprocessing, classes = (
+        TransformSettings(image_size=options["img_size"], crop_pct=1.0).preprocessing(),
+        [f"digit_{i}" for i in range(10)],
+    )
     save_weights(path, build_model(name, **options), name=name, options=options, preprocessing=preprocessing, classes=classes)
 
 

@@ -48,7 +48,7 @@ def test_no_result_depends_on_the_plan():
 def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
     expected = []
     for stage, section in PAPER.items():
-        if stage in ("complexity", "efficiency", "visualize"):
+        if stage in ("complexity", "efficiency", "visualize", "resolution"):
             expected.append(f"dvc repro {stage}")
         elif stage not in ("runtime", "tune", "report"):
             expected += [f"dvc repro {stage}@{cell}" for cell in section]
@@ -57,7 +57,7 @@ def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
 
 def test_hours_and_disk_of_the_paper_profile(paper_plan):
     trained = [(f"dvc repro {stage}@{name}", cell) for stage in TRAINING for name, cell in PAPER[stage].items()]
-    disk_gb = sum(KINDS[cell["kind"]].size_gb for cell in PAPER["prepare_data"].values() if cell["kind"] != "connect")
+    disk_gb = sum(KINDS[cell["kind"]].size_gb for cell in PAPER["prepare_data"].values() if not KINDS[cell["kind"]].embedded)
     for command, cell in trained:
         found, seeds = row(paper_plan, command), len(cell.get("seeds", [0]))
         assert found.gpu_hours == pytest.approx(seeds * SECONDS / 3600)
@@ -72,7 +72,8 @@ def test_hours_and_disk_of_the_paper_profile(paper_plan):
     rows = 3 * len(efficiency["sizes"]) * len(efficiency["image_sizes"])  # Vittt, and DeiT with two kinds of attention
     assert row(paper_plan, "dvc repro efficiency").gpu_hours == pytest.approx(rows * efficiency["budget_s"] / 3600)
     unknown = [f"dvc repro {stage}@{name}" for stage in ("detect", "segment") for name in PAPER[stage]]
-    assert set(paper_plan.unknown) == {*unknown, "dvc repro prepare_data@connect_hard", "dvc repro visualize"}
+    drawn = [f"dvc repro prepare_data@{name}" for name in ("connect_hard", "scenes_hard")]
+    assert set(paper_plan.unknown) == {*unknown, *drawn, "dvc repro visualize", "dvc repro resolution"}
 
 
 def test_the_paper_profile_trains_every_variant(paper_plan):

@@ -14,9 +14,10 @@ from pycocotools import mask as rle
 
 from repro.core.errors import UserError
 from repro.tasks.detection.draw import draw
-from repro.tasks.detection.evaluate import coco_metrics, to_results
+from repro.tasks.detection.evaluate import coco_metrics, count_confusion, to_results
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
+from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +98,24 @@ def test_crowds_are_neither_found_nor_missed(tmp_path):
     without = coco_metrics(write(tmp_path / "truth.json", [TRUTH[0]]), found)
     for key in both("ap"):
         assert with_crowd[key] == pytest.approx(100) and without[key] == pytest.approx(50)
+
+
+def test_confusion_by_hand(tmp_path):
+    """Label 1 found as 2 and missed once, label 2 found twice (the second time it is no object); what lies in a crowd counts nowhere."""
+    crowd = (2, 7, 50, 50, 50, 50, 1)
+    file = write(tmp_path / "truth.json", [*TRUTH, crowd])
+    first = detections((2, 0.9, 12, 10, 20, 20), (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50), (1, 0.4, 10, 10, 20, 20))
+    second = detections((1, 0.9, 60, 60, 30, 30), (1, 0.9, 20, 10, 20, 20))  # half of the object, an IoU of a third
+    results = to_results(1, first, IDS) + to_results(2, second, IDS)
+    assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 1], [0, 1, 0], [1, 1, 0]]
+    assert count_confusion(file, [], IDS, 0.5) == [[0, 0, 2], [0, 0, 1], [0, 0, 0]]
+
+
+def test_each_detection_takes_the_free_object_that_it_overlaps_most(tmp_path):
+    file = write(tmp_path / "truth.json", [(1, 7, 10, 10, 20, 20, 0), (1, 3, 14, 10, 20, 20, 0)])
+    # IoU with the first and the second: 16/24 and 1 for the better one; then 18/22 and 18/22, of which one is taken
+    results = to_results(1, detections((2, 0.8, 12, 10, 20, 20), (2, 0.9, 14, 10, 20, 20)), IDS)
+    assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
 
 
 def test_a_mask_is_as_large_as_itself(tmp_path):
@@ -236,6 +255,29 @@ def test_a_drawing_shows_detections(tmp_path):
     assert coloured[36:60, 10:30].all() and not coloured[36:, 36:].any()  # the labels are written at the upper edges of the boxes
     plain = np.asarray(draw(image, found, ["square", "disc"], min_score=1.01))
     np.testing.assert_array_equal(plain[::8, ::8].transpose(2, 0, 1), image.numpy())
+
+
+def test_of_masks_that_overlap_the_one_with_the_highest_score_is_on_top():
+    image, masks = torch.full((3, 64, 64), 90, dtype=torch.uint8), torch.zeros(2, 64, 64, dtype=torch.bool)
+    masks[0, 20:60, 20:60] = masks[1, 40:60, 10:60] = True
+    boxes = torch.tensor([[20.0, 20.0, 60.0, 60.0], [10.0, 40.0, 60.0, 60.0]])
+    found = {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.9, 0.8]), "masks": masks}
+    drawn = np.asarray(draw(image, found, ["square", "disc"], min_score=0.5))
+    above, both, below = drawn[8 * 30 + 4, 8 * 50 + 4], drawn[8 * 56 + 4, 8 * 50 + 4], drawn[8 * 56 + 4, 8 * 14 + 4]
+    assert np.array_equal(above, both) and not np.array_equal(both, below) and np.ptp(below.astype(int)) > 40
+
+
+def test_the_truth_is_drawn_whole_and_without_scores():
+    image = torch.full((3, 64, 64), 90, dtype=torch.uint8)
+    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
+    masks[0, 34:60, 8:30] = masks[1, 36:60, 36:60] = 1
+    boxes = torch.tensor([[8.0, 34.0, 30.0, 60.0], [36.0, 36.0, 60.0, 60.0]])
+    target = {"boxes": boxes, "labels": torch.tensor([1, 2]), "masks": masks, "image_id": 3, "original_size": (64, 64)}
+    drawn = np.asarray(Detect().draw_truth(image, target, ["square", "disc"]))[4::8, 4::8].astype(int)
+    assert (np.ptp(drawn, axis=2) > 40)[masks.any(0).numpy().astype(bool)].mean() > 0.9
+    certain = draw(image, {**target, "masks": masks.bool(), "scores": torch.ones(2)}, ["square", "disc"], 0.5)
+    assert np.asarray(certain).shape == (512, 512, 3), "with scores the labels are longer"
+    assert not np.array_equal(np.asarray(certain)[4::8, 4::8], drawn)
 
 
 def test_parts_of_a_batch_and_what_is_said_of_one(tmp_path):

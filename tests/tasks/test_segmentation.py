@@ -18,6 +18,7 @@ from repro.data.loader import EvalLoader, TrainLoader
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation
 from repro.tasks.segmentation.draw import draw, predict
 from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
+from repro.tasks.segmentation.spec import Segment
 from repro.tasks.segmentation.task import Segmentation, label_map, measure
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.tasks.segmentation_lab import Pyramid, write_tree
@@ -41,9 +42,10 @@ def image_of(labels):
 
 def test_perfect_predictions_score_everything():
     labels = np.random.default_rng(0).integers(0, 4, (2, 32, 64))
-    metrics, iou = measure(reader(5), [(image_of(each), torch.from_numpy(each)[None]) for each in labels], 5)
+    metrics, iou, confusion = measure(reader(5), [(image_of(each), torch.from_numpy(each)[None]) for each in labels], 5)
     assert metrics == {"miou_percent": 100, "macc_percent": 100, "aacc_percent": 100, "held_out_images": 2}
     assert iou == [100, 100, 100, 100, None]  # the fifth class is nowhere
+    assert confusion == np.diag(np.bincount(labels.ravel(), minlength=5)).tolist()
 
 
 def test_areas_are_added_up_over_images_before_any_quotient():
@@ -54,12 +56,14 @@ def test_areas_are_added_up_over_images_before_any_quotient():
     predicted[1, :, :8] = 2
     labels[:, 0] = IGNORED
     batches = [(image_of(p), torch.from_numpy(l)[None]) for p, l in zip(predicted, labels, strict=True)]
-    metrics, iou = measure(reader(4), batches, 4)
+    metrics, iou, confusion = measure(reader(4), batches, 4)
     # in columns: class 0 meets 16 of 20; class 1 meets 12 + 24 of 16 + 24 predicted and 12 + 32 labelled; class 2 has no label
     assert iou[:3] == pytest.approx([100 * 16 / 20, 100 * 36 / 48, 0]) and iou[3] is None
     assert metrics["miou_percent"] == pytest.approx(100 * (16 / 20 + 36 / 48 + 0) / 3)
     assert metrics["macc_percent"] == pytest.approx(100 * (16 / 20 + 36 / 44) / 2)
     assert metrics["aacc_percent"] == pytest.approx(100 * 52 / 64)
+    # 31 labelled rows of each column
+    assert confusion == [[31 * n for n in row] for row in ([16, 4, 0, 0], [0, 36, 8, 0], [0, 0, 0, 0], [0, 0, 0, 0])]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +142,7 @@ def test_a_drawing_has_the_colours_and_a_legend_of_what_is_there():
     image = torch.full((3, 40, 60), 200, dtype=torch.uint8)
     labels = torch.zeros(40, 60, dtype=torch.int64)
     labels[:, 40:] = 2
-    picture = draw(image, labels, ["wall", "building", "sky"])
+    picture = draw(image, labels, ["wall", "building", "sky", *map(str, range(147))])
     # thirteen times as large, so that the short side has 512 pixels; ADE20K's wall is (120, 120, 120) and its sky (6, 230, 230)
     assert picture.height == 520 and picture.width > 13 * 60
     for x, colour in ((100, (120, 120, 120)), (700, (6, 230, 230))):
@@ -146,6 +150,23 @@ def test_a_drawing_has_the_colours_and_a_legend_of_what_is_there():
         assert np.abs(np.array(picture.getpixel((x, 260))) - mixed).max() <= 1
     legend = np.asarray(picture)[:, 13 * 60 :].reshape(-1, 3)
     assert [(legend == colour).all(1).sum() > 100 for colour in ((120, 120, 120), (180, 120, 120), (6, 230, 230))] == [True, False, True]
+
+
+def test_few_classes_have_colours_that_no_grey_picture_has():
+    image, labels = torch.full((3, 32, 36), 128, dtype=torch.uint8), torch.arange(18).repeat_interleave(2).expand(32, 36)
+    pixels = np.asarray(draw(image, labels, [str(number) for number in range(18)]))[100, : 36 * 16].astype(int)
+    colours = {tuple(pixel) for pixel in pixels}
+    assert len(colours) == 18 and all(max(colour) - min(colour) > 5 for colour in colours)
+
+
+def test_the_truth_leaves_unlabelled_pixels_as_they_are():
+    """The picture is brought to the size of its label map."""
+    image = torch.full((3, 64, 64), 200, dtype=torch.uint8)
+    target = torch.zeros(32, 32, dtype=torch.uint8)
+    target[:, 16:] = IGNORED
+    drawn = Segment().draw_truth(image, target, ["wall", "building", *map(str, range(148))])
+    assert drawn.height == 512 and np.array_equal(np.asarray(drawn)[:, 256:512], np.full((512, 256, 3), 200))
+    assert np.abs(np.asarray(drawn)[:, :256] - (0.45 * 200 + 0.55 * 120)).max() <= 1
 
 
 def test_mmsegmentations_runner_trains_and_tests_with_the_example(tmp_path):

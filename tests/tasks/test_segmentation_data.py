@@ -10,6 +10,7 @@ from repro.data.ade20k import AdePairs
 from repro.data.classification import ToInput
 from repro.data.loader import EvalLoader, TrainLoader, own_randomness
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation, resize
+from repro.tasks.segmentation.openmmlab import transforms
 from repro.tasks.segmentation.params import SegmentationTransformSettings
 from tests.tasks.segmentation_lab import write_tree
 
@@ -120,6 +121,19 @@ def test_loaders_serve_the_same_samples_with_any_number_of_workers(tree, workers
     for place, name in enumerate(names):
         image, label = dataset[1, [dataset.name(index) for index in range(len(dataset))].index(name)]
         assert torch.equal(images[place], image) and torch.equal(labels[place], label)
+
+
+@pytest.mark.parametrize("photometric", [True, False])
+def test_colours_change_in_training_only_where_asked(tree, photometric):
+    """Without a change of size, a flip or a crop, a training sample is the picture itself, but for its colours."""
+    still = {"ratio": (1.0, 1.0), "hflip": 0.0, "crop_size": 128, "stride": 128, "photometric": photometric}
+    dataset, same = samples(tree, **still), 0
+    for index in range(len(dataset)):
+        image = dataset[0, index][0]
+        expected = transforms.Resize(scale=SMALL["scale"], keep_ratio=True)({"img": dataset.pairs.read(index)[0]})["img"]
+        height, width = expected.shape[:2]
+        same += np.array_equal(image[:, :height, :width].permute(1, 2, 0).numpy(), expected)
+    assert same == (0 if photometric else len(dataset))
 
 
 def test_a_crop_that_one_class_fills_is_drawn_again(tmp_path):

@@ -1,5 +1,6 @@
 """UperNet: its size, its losses and its windows, by hand; and what mmsegmentation prints."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from repro.core.errors import UserError
 from repro.models.pyramid import build_pyramid
 from repro.tasks.segmentation.data import IGNORED
 from repro.tasks.segmentation.openmmlab import mmengine, mmseg
@@ -80,6 +82,27 @@ def test_losses_are_means_over_all_pixels_and_the_auxiliary_one_weighs_less():
         assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * total / labels.numel(), rel=1e-9)
     right = (F.interpolate(model(images), size=(32, 64), mode="bilinear").argmax(1) == labels)[:, 10:]
     assert losses["decode.acc_seg"].item() == pytest.approx(100 * right.double().mean().item(), rel=1e-5)
+
+
+def test_with_class_weights_losses_are_weighted_means_over_the_labelled_pixels():
+    weights = (1.0, 0.25, 0.5)
+    params = dataclasses.replace(NARROW, class_weights=weights, aux_weight=0.7)
+    torch.manual_seed(0)
+    model = build_upernet(Pyramid(), params, num_classes=3, window=32, stride=21).eval().double()
+    images, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.randint(0, 3, (2, 32, 32))
+    labels[:, :10] = IGNORED
+    losses, maps = model(images, sample(labels), mode="loss"), model.backbone(images)
+    for name, head, weight in (("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, 0.7)):
+        log_p = F.interpolate(head(maps), size=(32, 32), mode="bilinear", align_corners=False).log_softmax(1)
+        pixels = [(b, y, x, labels[b, y, x].item()) for b in range(2) for y in range(10, 32) for x in range(32)]
+        total = -sum(weights[c] * log_p[b, c, y, x].item() for b, y, x, c in pixels)
+        assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * total / sum(weights[c] for *_, c in pixels), rel=1e-6)
+
+
+def test_class_weights_are_one_for_each_class():
+    params = dataclasses.replace(NARROW, class_weights=(1.0, 0.5))
+    with pytest.raises(UserError, match="upernet.class_weights: 2 numbers for 3 classes"):
+        build_upernet(Pyramid(), params, num_classes=3, window=32, stride=21)
 
 
 # the last window of an axis is shifted inside: 0, 21, 42 -> 32 and 0, 21 -> 8 (64 and 40 pixels, windows of 32)

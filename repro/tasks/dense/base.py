@@ -16,7 +16,9 @@ from ...training.params import TrainParams
 from ..spec import Predictor, Sight, TaskSpec
 
 EXAMPLES = 4  # pictures of the reported split that are drawn with what was found in them
-EXAMPLES_MIN_SCORE = 0.5  # of the detections in these
+EXAMPLES_MIN_SCORE = 0.5  # of the detections in these, and of those that count in the confusion of classes
+_TITLE_PX = 20
+_MOST_CONFUSED = 20  # classes, from which on nobody could read the table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,22 @@ class DenseParams(TrainParams):
 
     freeze_backbone: bool = False
     recompute_blocks: bool = False
+
+
+def list_colours() -> list[tuple[int, int, int]]:
+    """Eighteen colours that differ from one another and, since pictures may be grey, from grey; strong ones first."""
+    from matplotlib import colormaps
+
+    colours = [tuple(round(255 * part) for part in colour) for colour in colormaps["tab20"].colors]
+    ordered = [*colours[::2], *colours[1::2]]
+    return [colour for colour in ordered if max(colour) - min(colour) > 10]
+
+
+def describe_confusion(classes: Sequence[str], counts: Sequence[Sequence[int]], of: str) -> dict[str, Any]:
+    """For a record: how many `of`, e.g. `pixels`, of each class (rows) were found to be of each class (columns)."""
+    if len(classes) > _MOST_CONFUSED:
+        return {"confusion": None, "confusion_reason": f"{len(classes)} classes, of which a table cannot be read"}
+    return {"confusion": {"of": of, "classes": list(classes), "counts": [list(row) for row in counts]}}
 
 
 class DenseModel:
@@ -64,6 +82,10 @@ class DenseSpec(TaskSpec):
     @abc.abstractmethod
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
         """The name of the drawing of a held-out image, whose sample has this target."""
+
+    @abc.abstractmethod
+    def draw_truth(self, picture: Any, target: Any, names: Sequence[str]) -> Any:
+        """A held-out picture, uint8 (3, H, W), with its target drawn as `look` draws what a model sees."""
 
     @abc.abstractmethod
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
@@ -105,9 +127,10 @@ class DenseSpec(TaskSpec):
         dataset = task.held_out[task.reported_split].dataset
         for index in range(min(EXAMPLES, len(dataset))):
             image, target = dataset[(0, index)]
-            drawing = self.look(model, params.transform, classes, EXAMPLES_MIN_SCORE, image).drawing
+            found = self.look(model, params.transform, classes, EXAMPLES_MIN_SCORE, image).drawing
+            drawings = {"truth": self.draw_truth(image, target, classes), "found": found}
             with atomic(folder / f"{self.name_example(dataset, index, target)}.png") as temporary:
-                drawing.save(temporary, "PNG")
+                _set_side_by_side(drawings).save(temporary, "PNG")
 
     def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
         from ...models.pyramid import build_pyramid
@@ -119,3 +142,19 @@ class DenseSpec(TaskSpec):
         checkpoint.load_into(model)
         look = functools.partial(self.look, model.eval().to(device), parts["transform"], checkpoint.classes, min_score)
         return Predictor(look=lambda pictures: [look(picture) for picture in pictures])
+
+
+def _set_side_by_side(drawings: Mapping[str, Any]) -> Any:
+    """Pictures in a row on white, each below its name."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font, gap = ImageFont.load_default(_TITLE_PX), _TITLE_PX // 2
+    width = sum(drawing.width for drawing in drawings.values()) + gap * (len(drawings) - 1)
+    top = _TITLE_PX + 2 * gap
+    canvas = Image.new("RGB", (width, top + max(drawing.height for drawing in drawings.values())), "white")
+    pen, left = ImageDraw.Draw(canvas), 0
+    for name, drawing in drawings.items():
+        pen.text((left, gap), name, fill="black", font=font)
+        canvas.paste(drawing, (left, top))
+        left += drawing.width + gap
+    return canvas

@@ -70,6 +70,49 @@ def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, floa
         return {name: value for kind in _KINDS for name, value in _average_precision(truth, results, kind).items()}
 
 
+def count_confusion(annotations: Path, results: Sequence[Result], category_ids: Sequence[int], min_score: float) -> list[list[int]]:
+    """How often an object of one category was found as one of another.
+
+    Detections come in the order of their scores; each takes the free object whose box overlaps its own most, by an IoU of at least 0.5,
+    whatever the categories. One that finds only a crowd region is left out.
+
+    Args:
+        annotations: in COCO's format.
+        results: of its images, as of `to_results`; those below `min_score` are left out.
+        category_ids: the file's id of label 1, 2, ..., which is the order of the result.
+
+    Returns:
+        A row for each category, and one for what is no object; a column for each category that was found, and one for what was missed.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(annotations)
+    place = {category: index for index, category in enumerate(category_ids)}
+    nothing, found = len(place), {image_id: [] for image_id in truth.imgs}
+    for result in sorted(results, key=lambda result: -result["score"]):
+        if result["score"] >= min_score:
+            found[result["image_id"]].append(result)
+    counts = np.zeros((nothing + 1, nothing + 1), dtype=np.int64)
+    for image_id, detections in found.items():
+        objects = truth.imgToAnns[image_id]
+        crowds = [bool(each.get("iscrowd")) for each in objects]
+        # (detections, objects); of a crowd region, the share of the detection that lies in it
+        overlaps = rle.iou([each["bbox"] for each in detections], [each["bbox"] for each in objects], crowds)
+        overlaps = np.asarray(overlaps, dtype=np.float64).reshape(len(detections), len(objects))
+        free = ~np.array(crowds, dtype=bool)
+        for detection, row in zip(detections, overlaps, strict=True):
+            own = np.where(free, row, 0.0)
+            column = place[detection["category_id"]]
+            if own.max(initial=0.0) >= 0.5:
+                taken = int(own.argmax())
+                free[taken] = False
+                counts[place[objects[taken]["category_id"]], column] += 1
+            elif not row[np.array(crowds, dtype=bool)].max(initial=0.0) >= 0.5:
+                counts[nothing, column] += 1
+        for index in np.flatnonzero(free):
+            counts[place[objects[index]["category_id"]], nothing] += 1
+    return counts.tolist()
+
+
 def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float]:
     # a mask's own area decides whether it is small, and not that of its box, which COCO takes where there is one
     left_out = "bbox" if kind == "mask" else "segmentation"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..dense.base import DenseSpec
+from ..dense.base import EXAMPLES_MIN_SCORE, DenseSpec, describe_confusion
 from ..spec import Datasets, Sight
 from .params import DetectParams
 
@@ -41,7 +41,9 @@ class Detect(DenseSpec):
         return Detection(**parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        return {name: value for name, value in last.items() if name.endswith("_percent") or name == "held_out_images"}
+        scores = {name: value for name, value in last.items() if name.endswith("_percent") or name == "held_out_images"}
+        classes = [*task.held_out[task.reported_split].dataset.instances.classes, "nothing"]
+        return scores | describe_confusion(classes, task.confusion or [], f"objects with a score of at least {EXAMPLES_MIN_SCORE}")
 
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
         import torch
@@ -57,6 +59,11 @@ class Detect(DenseSpec):
 
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
         return str(target["image_id"])
+
+    def draw_truth(self, picture: Any, target: Any, names: Sequence[str]) -> Any:
+        from .draw import draw
+
+        return draw(picture, {**target, "masks": target["masks"].bool()}, names)
 
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
         from ...data.detection import resize

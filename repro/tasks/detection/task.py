@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from ...training.loop import Task
-from .evaluate import coco_metrics, to_results
+from ..dense.base import EXAMPLES_MIN_SCORE
+from .evaluate import coco_metrics, count_confusion, to_results
 from .mask_rcnn import MaskRcnn
 
 Batch = tuple[list[Tensor], list[dict[str, Any]]]
@@ -18,8 +19,11 @@ class Detection(Task):
     A batch is a list of images, uint8 (3, H, W), and a list of targets: `boxes` (G, 4), `labels` (G,) in 1..C, `masks` (G, H, W),
     `image_id` and `original_size`, the height and width of the picture in the annotation file.
 
-    The data sets of the held-out splits are `repro.data.detection.CocoDetection`.
+    The data sets of the held-out splits are `repro.data.detection.CocoDetection`. `confusion` is of the last evaluation, on rank 0; see
+    `count_confusion`.
     """
+
+    confusion: list[list[int]] | None = None
 
     def loss(self, network: MaskRcnn, batch: Batch) -> dict[str, Tensor]:
         """The sum of Mask R-CNN's five losses, and each of them."""
@@ -39,7 +43,11 @@ class Detection(Task):
             for target, detections in zip(targets, found, strict=True):
                 results += to_results(target["image_id"], detections, truth.category_ids)
         everyone = self.ranks.gather(results)
-        metrics = coco_metrics(truth.file, [result for own in everyone for result in own]) if self.ranks.first else {}
+        metrics = {}
+        if self.ranks.first:
+            results = [result for own in everyone for result in own]
+            metrics = coco_metrics(truth.file, results)
+            self.confusion = count_confusion(truth.file, results, truth.category_ids, EXAMPLES_MIN_SCORE)
         return self.ranks.from_first(metrics) | {"held_out_images": int(self.ranks.sum([images_seen])[0])}
 
     def inspect(self, batch: Batch) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _training_steps(settings: SegmentationTransformSettings) -> list:
         mmcv.transforms.RandomResize(scale=settings.scale, ratio_range=settings.ratio, resize_type="mmseg.Resize", keep_ratio=True),
         transforms.RandomCrop(crop_size=size, cat_max_ratio=settings.cat_max_ratio, ignore_index=IGNORED),
         transforms.RandomFlip(prob=settings.hflip),
-        transforms.PhotoMetricDistortion(),
+        *([transforms.PhotoMetricDistortion()] if settings.photometric else []),
         mmcv.transforms.Pad(size=size, pad_val=filling),
     ]
 

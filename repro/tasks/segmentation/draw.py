@@ -10,12 +10,14 @@ from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
 from ...data.classification import ToInput
-from .data import resize
+from ..dense.base import list_colours
+from .data import IGNORED, resize
 from .openmmlab import mmseg
 from .params import SegmentationTransformSettings
 from .task import label_map
 
-_PALETTE = [tuple(colour) for colour in mmseg.datasets.ADE20KDataset.METAINFO["palette"]]
+_FEW = list_colours()
+_MANY = [tuple(colour) for colour in mmseg.datasets.ADE20KDataset.METAINFO["palette"]]
 _LEGIBLE = 512  # pixels of the short side from which on there is room for a legend
 _FONT_PX = 16
 _ROW_PX = 22
@@ -32,14 +34,15 @@ def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float =
 
     Args:
         image: uint8 (3, h, w).
-        labels: (h, w) integers: indices into `names`.
+        labels: (h, w) integers: indices into `names`, or `IGNORED`, which is left as it is.
         names: of the classes.
         min_share: classes that cover less of the picture are coloured, but not in the legend.
     """
     factor = max(1, math.ceil(_LEGIBLE / min(image.shape[1:])))
-    found, counts = labels.unique(return_counts=True)
+    found, counts = labels[labels != IGNORED].unique(return_counts=True)
     shares = {int(index): int(count) / labels.numel() for index, count in zip(found, counts, strict=True)}
-    colours = {index: _PALETTE[index % len(_PALETTE)] for index in shares}
+    palette = _FEW if len(names) <= len(_FEW) else _MANY
+    colours = {index: palette[index % len(palette)] for index in shares}
     masks = torch.stack([labels == index for index in shares])
     mixed = draw_segmentation_masks(image, masks, alpha=0.55, colors=list(colours.values()))
     picture = to_pil_image(mixed.repeat_interleave(factor, 1).repeat_interleave(factor, 2))

@@ -8,19 +8,23 @@ from ..dense.base import DenseParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UperNetParams:
-    """The network behind the adapter; the defaults are Vision-RWKV's, as are those of ViT-Adapter and Swin.
+    """The network behind the adapter and its losses; the defaults are Vision-RWKV's, as are those of ViT-Adapter and Swin.
 
     Args:
         channels: width of UperNet's head.
         aux_channels: width of the auxiliary FCN head, which is used in training alone.
         pool_scales: sides of the maps of the pyramid pooling.
         dropout: of whole channels, in front of both classifiers.
+        aux_weight: of the loss of the auxiliary head.
+        class_weights: of the classes in both losses, one for each; null: all count alike.
     """
 
     channels: int = bounded(512, ge=1)
     aux_channels: int = bounded(256, ge=1)
     pool_scales: tuple[int, ...] = bounded((1, 2, 3, 6), ge=1)
     dropout: float = bounded(0.1, ge=0, le=1)
+    aux_weight: float = bounded(0.4, ge=0)
+    class_weights: tuple[float, ...] | None = bounded(None, gt=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class SegmentationTransformSettings:
         stride: from one window to the next, in pixels.
         cat_max_ratio: a crop is drawn again, ten times at most, while one class takes this share of its labelled pixels.
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
+        photometric: whether brightness, contrast, saturation and hue are changed at random, as mmsegmentation's recipes do.
         mean, std: per channel (red, green, blue), of values in [0, 1].
     """
 
@@ -43,6 +48,7 @@ class SegmentationTransformSettings:
     stride: int = bounded(341, ge=1)
     cat_max_ratio: float = bounded(0.75, gt=0, le=1)
     hflip: float = bounded(0.5, ge=0, le=1)
+    photometric: bool = True
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
 

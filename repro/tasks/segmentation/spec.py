@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..dense.base import DenseSpec
+from ..dense.base import DenseSpec, describe_confusion
 from ..spec import Datasets, Sight
 from .params import SegmentParams
 
@@ -39,7 +39,8 @@ class Segment(DenseSpec):
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         scores = {name: last[name] for name in ("miou_percent", "macc_percent", "aacc_percent", "held_out_images")}
         reasons = {f"{name}_reason": "neither labelled nor predicted" for name, iou in task.class_iou_percent.items() if iou is None}
-        return scores | {"class_iou_percent": {**task.class_iou_percent, **reasons}}
+        iou = {"class_iou_percent": {**task.class_iou_percent, **reasons}}
+        return scores | iou | describe_confusion(task.classes, task.confusion, "pixels")
 
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
         """Pixels outside the objects get the commonest other class of the training images."""
@@ -65,6 +66,13 @@ class Segment(DenseSpec):
 
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
         return dataset.name(index).rpartition(".")[0]
+
+    def draw_truth(self, picture: Any, target: Any, names: Sequence[str]) -> Any:
+        from torchvision.transforms.functional import resize
+
+        from .draw import draw
+
+        return draw(resize(picture, list(target.shape)), target.long(), names)
 
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
         from .draw import draw, predict

@@ -20,7 +20,8 @@ from .params import SegmentationTransformSettings
 class Segmentation(Task):
     """A model of `build_upernet`; held-out images come one at a time.
 
-    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no prediction.
+    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no prediction;
+    `confusion` counts its pixels, see `measure`.
 
     Args:
         transform: makes inputs of the model from batches.
@@ -41,6 +42,7 @@ class Segmentation(Task):
         super().__init__(model, train, held_out, **shared)
         self.to_input, self.classes = ToInput(transform, self.device), classes
         self.class_iou_percent: dict[str, float | None] = {}
+        self.confusion: list[list[int]] = []
 
     def loss(self, network: mmseg.models.EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
         """The cross-entropies of both heads, the auxiliary one weighted, their sum, and the share of pixels that UperNet labels right."""
@@ -66,7 +68,7 @@ class Segmentation(Task):
         def predict(image: Tensor, size: tuple[int, int]) -> Tensor:
             return label_map(model, self.to_input(image), size)
 
-        metrics, iou = measure(predict, self.held_out[split], len(self.classes), self.ranks)
+        metrics, iou, self.confusion = measure(predict, self.held_out[split], len(self.classes), self.ranks)
         self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
         return metrics
 
@@ -91,7 +93,7 @@ def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[in
 
 def measure(
     predict: Callable[[Tensor, tuple[int, int]], Tensor], batches: Iterable[Batch], num_classes: int, ranks: Ranks = Ranks()
-) -> tuple[dict[str, float], list[float | None]]:
+) -> tuple[dict[str, float], list[float | None], list[list[int]]]:
     """mmsegmentation's metrics over all images: areas are added up, and IoU and accuracy of a class are quotients of the sums.
 
     Args:
@@ -102,17 +104,24 @@ def measure(
         ranks: over which the areas are added up.
 
     Returns:
-        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `held_out_images`; and the IoU
-        of each class in percent, None where it occurs neither in labels nor in predictions.
+        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `held_out_images`; the IoU of
+        each class in percent, None where it occurs neither in labels nor in predictions; and the number of pixels of each class that
+        were predicted as each class.
     """
     areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
+    pixels = torch.zeros(num_classes**2, dtype=torch.float64)
     for image, (label,) in batches:
         predicted = predict(image, tuple(label.shape)).cpu()
         areas += torch.stack(mmseg.evaluation.IoUMetric.intersect_and_union(predicted, label, num_classes, IGNORED))
+        labelled = label != IGNORED
+        pairs = label[labelled].long() * num_classes + predicted[labelled].long()
+        pixels += torch.bincount(pairs, minlength=num_classes**2)
         images += 1
-    *sums, images = ranks.sum([*areas.flatten().tolist(), images])
+    *sums, images = ranks.sum([*areas.flatten().tolist(), *pixels.tolist(), images])
+    sums, counts = sums[: areas.numel()], torch.tensor(sums[areas.numel() :]).long().view(num_classes, num_classes)
     # intersection, union, predicted, labelled
     found = mmseg.evaluation.IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
     means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
     metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}
-    return metrics | {"held_out_images": int(images)}, [None if np.isnan(iou) else 100 * float(iou) for iou in found["IoU"]]
+    iou = [None if np.isnan(value) else 100 * float(value) for value in found["IoU"]]
+    return metrics | {"held_out_images": int(images)}, iou, counts.tolist()

@@ -2,12 +2,12 @@
 
 from torch import nn
 
+from ...core.errors import UserError
 from ..dense.base import DenseModel
 from .data import IGNORED
 from .openmmlab import mmengine, mmseg, quiet
 from .params import UperNetParams
 
-_AUX_WEIGHT = 0.4
 _AUX_MAP = 2  # stride 16
 
 
@@ -19,16 +19,22 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
     """UPerHead on all four maps and, for training, FCNHead on the map of stride 16.
 
     Called with normalised images (B, 3, H, W), the model returns logits (B, num_classes, H/4, W/4). Called with `mode="loss"` and
-    the label maps, it returns the losses of both heads: the cross-entropy of the logits, upsampled bilinearly to the label map,
-    averaged over ALL its pixels, where those with the label `IGNORED` count as 0; the auxiliary loss is weighted by 0.4.
-    `predict` averages the logits of overlapping windows; an image smaller than a window is one window.
+    the label maps, it returns the losses of both heads: the cross-entropy of the logits, upsampled bilinearly to the label map. Without
+    `class_weights` it is averaged over ALL its pixels, where those with the label `IGNORED` count as 0; with them over the labelled
+    ones, each counted by the weight of its class. The auxiliary loss is multiplied by `aux_weight`. `predict` averages the logits of overlapping windows; an image smaller than a window is one window.
 
     Args:
         backbone: a `repro.models.pyramid.Pyramid`; it is used as it is.
-        params: widths of the heads.
+        params: widths of the heads, weights of their losses.
         num_classes: number of classes, without `IGNORED`.
         window, stride: side of the windows, and distance from one to the next, in pixels.
+
+    Raises:
+        UserError: another number of class weights than of classes.
     """
+    weights = params.class_weights
+    if weights is not None and len(weights) != num_classes:
+        raise UserError(f"upernet.class_weights: {len(weights)} numbers for {num_classes} classes; give one for each")
     channels = list(backbone.channels)
     both = {"num_classes": num_classes, "dropout_ratio": params.dropout, "ignore_index": IGNORED}
     both |= {"align_corners": False, "norm_cfg": {"type": "BN"}}
@@ -36,12 +42,12 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
     decode |= {"channels": params.channels, "pool_scales": params.pool_scales}
     aux = {"type": "FCNHead", "in_channels": channels[_AUX_MAP], "in_index": _AUX_MAP}
     aux |= {"channels": params.aux_channels, "num_convs": 1, "concat_input": False}
-    loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False}
+    loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False, "class_weight": weights}
     with quiet():
         model = UperNet(
             backbone={"type": lambda: backbone},
             decode_head=both | decode | {"loss_decode": loss},
-            auxiliary_head=both | aux | {"loss_decode": loss | {"loss_weight": _AUX_WEIGHT}},
+            auxiliary_head=both | aux | {"loss_decode": loss | {"loss_weight": params.aux_weight}},
             test_cfg=mmengine.config.ConfigDict(mode="slide", crop_size=(window, window), stride=(stride, stride)),
         )
     for head in (model.decode_head, model.auxiliary_head):

@@ -1,0 +1,144 @@
+"""Trained classifiers at larger images than they were trained on: accuracy and time, the work of `repro resolution`."""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import UserError
+from ..core.figures import STYLES, new_figure, save_png
+from ..core.noise import find_noise
+from ..core.paths import Paths
+from ..core.record import make_identity, write_record
+from ..core.runtime import Runtime, choose_device, device_label, torch_dtype, usable_cores
+from ..core.ui import Progress
+from ..data.cells import open_cell
+from ..models.checkpoints import Checkpoint, open_weights
+from ..models.registry import family_module, kernel_backend
+from .classifier import Classifier, load_classifier, require_same_classes
+from .params import ResolutionParams
+
+FIGURE = "accuracy_and_time.png"
+
+
+def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime) -> None:
+    """Write results/resolution/{metrics.json, run.json} and a figure beside them.
+
+    Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch of them. Position
+    embeddings are resampled as for any other image size.
+
+    Raises:
+        UserError: missing data or weights, weights of other classes or another size than the rest, a size that a model does not take.
+    """
+    started = time.monotonic()
+    device = choose_device(runtime.device)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    cell = open_cell(paths, runtime, params.data)
+    tree, rows, backends = cell.open_tree(), [], set()
+    checkpoints = {family: open_weights(paths.root / weights) for family, weights in params.models.items()}
+    trained = {checkpoint.require_classifier().image_size for checkpoint in checkpoints.values()}
+    if len(trained) > 1:
+        raise UserError(f"resolution.models: were trained at different image sizes ({', '.join(map(str, sorted(trained)))}); take one")
+    for checkpoint in checkpoints.values():
+        require_same_classes(checkpoint, tree.classes, params.data)
+        for size in params.image_sizes:  # one that a model does not take is found before the rest is measured
+            _load(checkpoint, device, size)
+    images = len(tree.splits[cell.row.reported_split].names)
+    with Progress("resolution", images * len(checkpoints) * len(params.image_sizes), unit="images") as progress:
+        for family, checkpoint in checkpoints.items():
+            for size in params.image_sizes:
+                classifier = _load(checkpoint, device, size)
+                scores = classifier.measure_accuracy(tree, batch_size=params.batch_size, workers=runtime.workers)
+                row = {"family": family, "model": checkpoint.name, "weights_hash": checkpoint.hash, "image_size": [size, size], **scores}
+                row |= _time(classifier, params)
+                rows.append(row | {"noisy": find_noise(row)})
+                backends.add(kernel_backend(classifier.model, torch_dtype("fp32")))
+                progress.update(images * len(rows))
+                found = f"top-1 {row['top1_percent']:.2f} %, {row['latency_ms']:.3g} ms for each image"
+                progress.print(f"{checkpoint.name} at {size}: {found}")
+    folder, split = paths.results / "resolution", cell.row.reported_split
+    metrics = {"data_set": cell.name, "split": split, "held_out_images": images, "train_image_size": trained.pop(), "evaluated": rows}
+    modules = {family_module(checkpoint.model) for checkpoint in checkpoints.values()}
+    identity = make_identity(
+        paths.root,
+        [__name__, *sorted(modules)],
+        params,
+        data_manifest=cell.manifest_path,
+        device=device_label(device),
+        dtype="fp32",
+        backend="/".join(sorted(map(str, backends))),
+    )
+    draw_resolution(folder / FIGURE, metrics, device_label(device))
+    write_record(folder, metrics, identity, time.monotonic() - started)
+
+
+def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
+    """Accuracy and time over the image size, a line for each family; times of noisy rows are hollow."""
+    figure, (accuracy, times) = new_figure(2)
+    for family in dict.fromkeys(row["family"] for row in metrics["evaluated"]):
+        label, colour, marker, line = STYLES[family]
+        rows = sorted((row for row in metrics["evaluated"] if row["family"] == family), key=lambda row: row["image_size"])
+        sizes = [row["image_size"][0] for row in rows]
+        style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "label": label.partition(",")[0]}
+        accuracy.plot(sizes, [row["top1_percent"] for row in rows], **style)
+        times.plot(sizes, [row["latency_ms"] for row in rows], **style)
+        noisy = [(row["image_size"][0], row["latency_ms"]) for row in rows if row["noisy"]]
+        times.plot(*zip(*noisy), color=colour, marker=marker, linestyle="none", markerfacecolor="white", markersize=5) if noisy else None
+    ticks, trained = sorted({row["image_size"][0] for row in metrics["evaluated"]}), metrics["train_image_size"]
+    for panel in (accuracy, times):
+        panel.set_xticks(ticks, [f"{size}\n{size / trained:.2g}×" for size in ticks])
+        panel.set_xlabel("image size: pixels, and times that of the training")
+        panel.grid(True, linewidth=0.4, alpha=0.5)
+    accuracy.set(ylabel="top-1 accuracy (%)", ylim=(0, 101))
+    times.set(ylabel="time of a forward pass for each image (ms)", yscale="log")
+    handles, labels = accuracy.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
+    hollow = "; hollow: noisy" if any(row["noisy"] for row in metrics["evaluated"]) else ""
+    title = (
+        f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}{hollow}"
+    )
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return save_png(figure, path)
+
+
+def _load(checkpoint: Checkpoint, device: torch.device, size: int) -> Classifier:
+    try:
+        classifier = load_classifier(checkpoint, device, size)
+        with torch.inference_mode():
+            classifier.model(torch.zeros(1, 3, size, size, device=device))
+        return classifier
+    except (ValueError, AssertionError) as error:  # a size that the model does not take
+        raise UserError(f"resolution: {checkpoint.name}: {error}") from None
+
+
+def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
+    """A row of speed as `core.noise` wants it: milliseconds of a forward pass for each image of a batch."""
+    size, device = classifier.transform.image_size, classifier.device
+    inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
+    # the accuracy was measured before, so that all is warm; what ran there counts as load of this process
+    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    samples = []
+    with torch.inference_mode():
+        for _ in range(params.repeats):
+            _synchronise(device)
+            started = time.perf_counter()
+            classifier.model(inputs)
+            _synchronise(device)
+            samples.append(1e3 * (time.perf_counter() - started) / params.batch_size)
+    about = {"status": "ok", "device": device_label(device), "threads": torch.get_num_threads(), "cores": usable_cores(), **load}
+    return {"latency_ms": statistics.median(samples), "samples_ms": _round(samples), **about}
+
+
+def _round(samples: Sequence[float]) -> list[float]:
+    return [round(sample, 4) for sample in samples]
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

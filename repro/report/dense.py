@@ -1,0 +1,132 @@
+"""Pictures of trainings that a method without learning is set beside: their learning curves, and which classes they confuse."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.csvfile import read_csv
+from ..core.figures import new_figure, save_png
+from .claims import Report
+from .measured import format_scores
+from .records import Source, describe_seeds
+from .results import Results
+
+Runs = dict[tuple[str, str, str], list[Source]]
+_PANELS = 2  # scores of a task that are drawn, the most telling ones first
+_STYLES = {"pretrained": ("#D55E00", "o"), "random": ("#0072B2", "s")}
+
+
+def find_compared_runs(results: Results) -> Runs:
+    """(stage, data set, scores without learning as text) -> the records that have these scores beside their own."""
+    runs: Runs = {}
+    for source in results.score_sources:
+        if reference := source.metrics.get("without_learning"):
+            stage = next(name for name, labels in results.scores.items() if labels and next(iter(labels)) in source.metrics)
+            runs.setdefault((stage, source.metrics["data"], format_scores(reference, results.scores[stage])), []).append(source)
+    return runs
+
+
+def name_first_weights(source: Source) -> str:
+    """Whether a training began with pretrained or with random weights."""
+    return "pretrained" if source.metrics.get("init") else "random"
+
+
+def draw_dense(report: Report, folder: Path) -> None:
+    """Draw every figure of `find_dense_drawn` into a folder."""
+    results = report.results
+    for name, sources in find_dense_drawn(report).items():
+        kind, stage = name.split("_")[:2]
+        if kind == "learning":
+            _draw_curves(folder / name, stage, sources, results)
+        else:
+            _draw_confusion(folder / name, sources[0])
+
+
+def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
+    """The name of each file that `draw_dense` makes -> the records that it shows.
+
+    The curves of a task and a data set share a picture, those by hand in place of those of the pipeline where they have more seeds. What
+    is confused is drawn for the first seed of each run of the pipeline.
+    """
+    drawn: dict[str, list[Source]] = {}
+    for (stage, data, _), runs in find_compared_runs(report.results).items():
+        best: dict[str, Source] = {}
+        for source in runs:
+            first = name_first_weights(source)
+            if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(best.get(first)):
+                best[first] = source
+        if best:
+            drawn.setdefault(f"learning_{stage}_{data}.png", list(best.values()))
+        for source in runs:
+            if source.stage and (source.metrics["by_seed"][0].get("confusion")):
+                drawn[f"confusion_{stage}_{source.cell}.png"] = [source]
+    return drawn
+
+
+def _count_seeds(source: Source | None) -> int:
+    return len(source.metrics["by_seed"]) if source else 0
+
+
+def _curve_file(source: Source, results: Results) -> Path:
+    return results.paths.root / source.folder / "curve.csv"
+
+
+def _draw_curves(path: Path, stage: str, sources: Sequence[Source], results: Results) -> Path:
+    """A panel for each score: thin lines for the seeds, a thick one for their mean, a point for the reported score, a line without learning."""
+    labels = dict(list(results.scores[stage].items())[:_PANELS])
+    figure, panels = new_figure(len(labels))
+    for panel, (key, label) in zip(panels, labels.items(), strict=True):
+        for source in sources:
+            first = name_first_weights(source)
+            colour, marker = _STYLES[first]
+            of_seed: dict[int, dict[int, float]] = {}
+            for row in read_csv(_curve_file(source, results)):
+                if key in row:
+                    of_seed.setdefault(row["seed"], {})[row["epoch"]] = row[key]
+            for points in of_seed.values() if len(of_seed) > 1 else ():
+                panel.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
+            epochs = sorted(set.intersection(*map(set, of_seed.values()))) if of_seed else []
+            means = [statistics.mean(points[epoch] for points in of_seed.values()) for epoch in epochs]
+            text, m = f"{first} weights, {describe_seeds([source])}", source.metrics
+            panel.plot(epochs, means, color=colour, marker=marker, linewidth=2, markersize=4, label=text)
+            _mark_score(panel, m["epochs"], m[key], m.get(f"{key.removesuffix('_percent')}_ci95_percent"), colour)
+        reference = sources[0].metrics["without_learning"][key]
+        panel.axhline(reference, color="black", linestyle="--", linewidth=1.2, label="without learning")
+        panel.set(xlabel="epoch", ylabel=f"{label} (%)", ylim=(0, None))
+        panel.set_xticks(range(1, max(source.metrics["epochs"] for source in sources) + 1))
+        panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
+    first = sources[0].metrics
+    split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
+    figure.suptitle(f"{stage} on {first['data']}: {split}; star: {first['split']}, with its 95 % interval over seeds", fontsize=11)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return save_png(figure, path)
+
+
+def _mark_score(panel: Any, epoch: int, score: float, interval: Sequence[float] | None, colour: str) -> None:
+    spread = None if interval is None else [[score - interval[0]], [interval[1] - score]]
+    panel.errorbar(epoch, score, yerr=spread, fmt="*", color=colour, markeredgecolor="black", markersize=12, capsize=4, zorder=3)
+
+
+def _draw_confusion(path: Path, source: Source) -> Path:
+    """A matrix of shares: each row, the truth, adds up to 100 %."""
+    confusion: Mapping[str, Any] = source.metrics["by_seed"][0]["confusion"]
+    names, counts = confusion["classes"], confusion["counts"]
+    shares = [[100 * count / max(sum(row), 1) for count in row] for row in counts]
+    figure, (panel,) = new_figure(1)
+    side = 1.6 + 0.42 * len(names)
+    figure.set_size_inches(side + 0.6, side)
+    image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+    for y, row in enumerate(shares):
+        for x, share in enumerate(row):
+            if share >= 0.5:
+                panel.text(x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 55 else "black")
+    panel.set_xticks(range(len(names)), names, rotation=90)
+    panel.set_yticks(range(len(names)), [f"{name} ({sum(row)})" for name, row in zip(names, counts, strict=True)])
+    panel.set(xlabel="found", ylabel="truth (how many)")
+    panel.set_title(f"{source.stage} on {source.metrics['data']}, {source.metrics['split']}: {confusion['of']}, % of each row", fontsize=10)
+    figure.colorbar(image, ax=panel, fraction=0.046)
+    figure.tight_layout()
+    return save_png(figure, path)

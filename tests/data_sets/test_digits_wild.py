@@ -1,0 +1,117 @@
+"""digits_wild against the scans themselves and what its settings promise."""
+
+import dataclasses
+import hashlib
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.data.embedded.digits import write_digits
+from repro.data.embedded.digits_wild import draw, write_digits_wild
+from repro.data.settings import DigitsSettings, WildDigitsSettings
+
+SMALL = WildDigitsSettings(image_size=48, side_px=(24, 32), angle_degrees=15.0, train_copies=2)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "digits_wild"
+    write_digits_wild(folder, SMALL)
+    return folder
+
+
+def content(root: Path) -> dict[str, str]:
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in root.rglob("*.png")}
+
+
+def test_each_scan_is_in_the_split_that_digits_has_it_in(root, tmp_path):
+    write_digits(tmp_path / "digits", DigitsSettings(image_size=8))
+    for split, copies in (("train", 2), ("tune", 1), ("test", 1)):
+        scans = sorted(f"{path.parent.name}/{path.stem}" for path in (tmp_path / "digits" / split).rglob("*.png"))
+        drawn = sorted(f"{path.parent.name}/{path.stem}" for path in (root / split).rglob("*.png"))
+        assert drawn == sorted(f"{scan}_{copy}" for scan in scans for copy in range(copies))
+
+
+def test_bytes_depend_on_the_settings_alone_and_more_copies_leave_the_first(root, tmp_path):
+    write_digits_wild(tmp_path / "more", dataclasses.replace(SMALL, train_copies=3))
+    more, first = content(tmp_path / "more"), content(root)
+    assert len(more) == len(first) + 1079 and {name: more[name] for name in first} == first
+    write_digits_wild(tmp_path / "other", dataclasses.replace(SMALL, seed=1))
+    assert set(content(tmp_path / "other")) == set(first)
+    assert not set(content(tmp_path / "other").values()) & set(first.values())
+
+
+def test_an_image_shows_its_scan_rather_than_another(root):
+    """The scan, enlarged and turned likewise, lies somewhere on the image; the scan of another digit fits less well."""
+    truth, ahead = load_digits(), 0
+    chosen = sorted((root / "test").rglob("*.png"))[::12]
+    for path in chosen:
+        with Image.open(path) as image:
+            assert image.size == (48, 48) and image.mode == "L"
+            pixels = np.asarray(image, dtype=float)
+        number = int(path.stem.split("_")[1])
+        assert path.parent.name == f"digit_{truth.target[number]}"
+        other = next(n for n in range(number, number + 1797) if truth.target[n % 1797] != truth.target[number]) % 1797
+        own, wrong = (_fit(pixels, truth.images[n]) for n in (number, other))
+        ahead += own > wrong
+    assert ahead >= 0.8 * len(chosen), "half of them by chance"
+
+
+def _fit(pixels: np.ndarray, scan: np.ndarray) -> float:
+    image = Image.fromarray(np.rint(scan * 255 / 16).astype(np.uint8))
+    return max(_correlate(pixels, image, side, angle) for side, angle in itertools.product((24, 28, 32), (-12, 0, 12)))
+
+
+def _correlate(pixels: np.ndarray, scan: Image.Image, side: int, degrees: float) -> float:
+    """The largest correlation of a scan, so wide and so turned, with a window of an image."""
+    template = np.asarray(scan.resize((side, side), Image.Resampling.BICUBIC).rotate(degrees), dtype=float)
+    windows = np.lib.stride_tricks.sliding_window_view(pixels, template.shape).reshape(-1, template.size)
+    windows, template = windows - windows.mean(axis=1, keepdims=True), template.ravel() - template.mean()
+    return float(np.max(windows @ template / (np.linalg.norm(windows, axis=1) * np.linalg.norm(template))))
+
+
+@pytest.mark.parametrize("ink", ["bright", "either"])
+def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings(ink):
+    """On a ground without texture, what differs from mid-grey by more than the noise is the digit."""
+    settings = dataclasses.replace(SMALL, texture_contrast=(0.0, 0.0), contrast=(0.7, 0.9), ink=ink)
+    scan = np.zeros((8, 8), dtype=np.uint8)
+    scan[1:7, 2:6] = 255
+    places, levels = set(), []
+    for seed in range(60):
+        image = draw(np.random.Generator(np.random.PCG64(seed)), scan, settings).astype(float)
+        rows, columns = np.nonzero(abs(image - 127.5) > 30)
+        height, width = (np.ptp(axis) + 1 for axis in (rows, columns))
+        # six and four eighths of 24 to 32 pixels, turned by up to 15 degrees, with the soft rim of the strokes
+        assert 17 <= height <= 33 and 11 <= width <= 28
+        places.add((rows.min(), columns.min()))
+        swing = np.median(image[abs(image - 127.5) > 60]) / 127.5 - 1
+        levels.append(swing)
+        assert 0.65 < abs(swing) < 0.95
+    assert len(places) > 40
+    assert (min(levels) < 0) == (ink == "either") and max(levels) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_size": 48, "side_px": [24, 48], "angle_degrees": 15.0}, "side_px: 48, turned by 15 degrees, needs 61 pixels of 48"),
+        ({"contrast": [0.9, 0.3]}, r"contrast: expected \[smallest, largest\]"),
+        ({"test_fraction": 0.6, "tune_fraction": 0.6}, "leave less than a tenth for training"),
+    ],
+)
+def test_settings_that_cannot_be_drawn_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        build(WildDigitsSettings, settings, "wild")
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="did not write"):
+        write_digits_wild(tmp_path, SMALL)
+    assert (tmp_path / "thesis.tex").read_text() == "mine"

@@ -1,0 +1,86 @@
+"""`repro resolution`: accuracies by hand, times that are measured, the figure, and wrong inputs as one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from repro.models.checkpoints import open_weights
+from tests.stages.test_explain import DEIT, WEIGHTS, write
+
+PARAMS = """
+resolution:
+  data: digits
+  models: {vittt: %s, deit: %s}
+  image_sizes: [64, 96]
+  batch_size: 50
+  repeats: 3
+"""
+
+
+@pytest.fixture
+def models(checkout) -> dict[str, Path]:
+    write(WEIGHTS, "vittt_nano_patch16_144", 0, depth=2, chunk_size=4)
+    write(DEIT, "deit_nano_patch16_144", 0, depth=1)
+    with open("params.yaml", "a") as stream:
+        stream.write(PARAMS % (WEIGHTS, DEIT))
+    return {"vittt": WEIGHTS, "deit": DEIT}
+
+
+def count_right(weights: Path, size: int) -> float:
+    """Percent of the test images, each read and resized by Pillow, that a model built for this size gets right."""
+    model = open_weights(weights).build(size).eval()
+    mean, std = (torch.tensor(values)[:, None, None] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    files = sorted(Path("data/digits/test").rglob("*.png"))
+    pictures = [Image.open(file).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for file in files]
+    inputs = torch.stack([(torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255 - mean) / std for picture in pictures])
+    labels = torch.tensor([int(file.parent.name[-1]) for file in files])
+    with torch.inference_mode():
+        return 100 * (model(inputs).argmax(1) == labels).double().mean().item()
+
+
+def test_rows_figure_and_lines(models, repro_cli):
+    code, out, err = repro_cli("resolution")
+    assert code == 0
+    metrics = json.loads(Path("results/resolution/metrics.json").read_text())["metrics"]
+    assert (metrics["train_image_size"], metrics["split"], metrics["held_out_images"]) == (64, "test", 359)
+    rows = metrics["evaluated"]
+    assert [(row["family"], row["image_size"]) for row in rows] == [(f, [s, s]) for f in models for s in (64, 96)]
+    for row in rows:
+        # an image may fall to the other side of a tie of two classes where sums are rounded otherwise
+        assert row["top1_percent"] == pytest.approx(count_right(models[row["family"]], row["image_size"][0]), abs=100 / 359 + 1e-6)
+        assert len(row["samples_ms"]) == 3 and min(row["samples_ms"]) <= row["latency_ms"] <= max(row["samples_ms"])
+        assert isinstance(row["noisy"], list)
+    assert "vittt_nano_patch16_144 at 96: top-1" in out + err
+    with Image.open("results/resolution/accuracy_and_time.png") as figure:
+        assert figure.width > 900 and np.asarray(figure.convert("L")).std() > 5
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("image_sizes: [64, 96]", "image_sizes: [64, 90]", "resolution: vittt_nano_patch16_144: image size 90x90"),
+        ("vittt: results", "swin: results", "resolution: models: swin has no style in figures"),
+        ("repeats: 3", "repeats: 0", "resolution.repeats: 0 is out of range, must be >= 1"),
+        (
+            "results/baselines/deit/weights",
+            "results/baselines/gone/weights",
+            "results/baselines/gone/weights.safetensors: no such weights file",
+        ),
+    ],
+)
+def test_wrong_inputs_are_one_line(models, repro_cli, old, new, message):
+    file = Path("params.yaml")
+    file.write_text(file.read_text().replace(old, new))
+    code, _, err = repro_cli("resolution")
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert not Path("results/resolution").exists()
+
+
+def test_models_of_different_training_sizes_are_refused(models, repro_cli):
+    write(DEIT, "deit_nano_patch16_144", 0, depth=1, img_size=32)
+    code, _, err = repro_cli("resolution")
+    assert code == 2 and "were trained at different image sizes" in err and err.count("\n") == 1

@@ -1,0 +1,129 @@
+"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a signal does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import load_yaml
+from repro.core.errors import RunError
+from repro.core.paths import Paths
+from repro.core.runtime import Runtime, load_runtime
+from repro.pipeline import read_units, run_stages
+from stages import Stage
+
+# `meet` waits until its partner runs too; `quiet` fails if anything else runs; what ends leaves no sign
+COMMANDS = {
+    "meet": "touch {name}.runs; for i in $(seq 600); do [ -e {other}.out ] || [ -e {other}.runs ] && break; sleep 0.1; done; "
+    "{{ [ -e {other}.out ] || [ -e {other}.runs ]; }} && [ ! -e alone.runs ] && echo done > {name}.out; rm {name}.runs",
+    "quiet": "touch alone.runs; sleep 0.3; ls *.runs | grep -v alone.runs && exit 1; echo $OMP_NUM_THREADS > alone.out; rm alone.runs",
+}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Paths:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc" / "config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
+    (tmp_path / "params.yaml").write_text("runtime: {device: cpu, threads: 4, data_roots: {}}\n")
+    return Paths(tmp_path)
+
+
+def write(paths: Paths, **stages: tuple[str, list[str]]) -> None:
+    """Stages, each with its command, what it reads, and <name>.out as its output."""
+    lines = ["stages:"]
+    for name, (command, needs) in stages.items():
+        deps = "".join(f"\n      - {need}.out" for need in needs)
+        lines.append(f"  {name}:\n    cmd: '{command}'" + (f"\n    deps:{deps}" if needs else "") + f"\n    outs:\n      - {name}.out")
+    (paths.root / "dvc.yaml").write_text("\n".join(lines) + "\n")
+
+
+def run(paths: Paths, *, force: bool = False) -> None:
+    run_stages(paths, {"alone": Stage(alone=True)}, load_runtime(paths), jobs=2, force=force)
+
+
+def test_two_run_at_once_one_alone_and_a_second_call_has_nothing_to_do(project, capfd):
+    write(
+        project,
+        alone=(COMMANDS["quiet"], []),
+        left=(COMMANDS["meet"].format(name="left", other="right"), []),
+        right=(COMMANDS["meet"].format(name="right", other="left"), []),
+        last=("cat left.out right.out > last.out; echo last of all", ["left", "right"]),
+    )
+    run(project)
+    assert (project.root / "last.out").read_text() == "done\ndone\n" and not list(project.root.glob("[a-z]*.runs"))
+    assert (project.root / "alone.out").read_text() == "4\n", "alone it has all threads, the others two each"
+    assert set(load_yaml(project.root / "dvc.lock")["stages"]) == {"alone", "left", "right", "last"}
+    said, written = capfd.readouterr().out, (project.root / "last.out").stat().st_mtime_ns
+    assert "[4 of 4] " in said and "last of all" in said
+    run(project)
+    assert capfd.readouterr().out.count(": done (") == 4 and (project.root / "last.out").stat().st_mtime_ns == written
+
+
+def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd):
+    write(
+        project,
+        wrong=("echo repro: no such file >&2; exit 3", []),
+        next=("echo 1 > next.out", ["wrong"]),
+        after=("echo 1 > after.out", ["next"]),
+        other=("echo 1 > other.out", []),
+    )
+    with pytest.raises(RunError) as caught:
+        run(project)
+    assert str(caught.value) == (
+        "3 of 4 stages failed: wrong: no such file; next: not run, since wrong failed; after: not run, since wrong failed"
+    )
+    assert (project.root / "other.out").is_file() and not (project.root / "next.out").exists()
+
+
+def test_the_longest_chain_comes_first(project):
+    write(
+        project,
+        short=("echo 1 > short.out", []),
+        a=("echo 1 > a.out", []),
+        b=("echo 1 > b.out", ["a"]),
+        c=("echo 1 > c.out", ["b", "short"]),
+    )
+    assert [(unit.name, unit.needs) for unit in read_units(project.root)] == [
+        ("a", ()),
+        ("short", ()),
+        ("b", ("a",)),
+        ("c", ("b", "short")),
+    ]
+
+
+def test_a_graph_that_dvc_cannot_read_is_an_error_of_one_line(project):
+    (project.root / "dvc.yaml").write_text("stages:\n  a: {cmd: echo, deps: 3}\n")
+    with pytest.raises(RunError, match=r"^[^\n]*dvc\.yaml[^\n]*$"):
+        read_units(project.root)
+
+
+def test_a_signal_reaches_the_stages_and_is_waited_for(project):
+    """Each stage notes the signal and takes its time to save; the call ends when both have."""
+    slow = 'trap "sleep 0.5; touch {name}.saved; exit 130" INT; touch {name}.runs; while true; do sleep 0.1; done'
+    write(project, left=(slow.format(name="left"), []), right=(slow.format(name="right"), []))
+    program = (
+        "from pathlib import Path; from repro.core.paths import Paths; from repro.core.runtime import Runtime; "
+        "from repro.pipeline import run_stages; "
+        f"run_stages(Paths(Path({str(project.root)!r})), {{}}, Runtime(device='cpu', data_roots={{}}), jobs=2, force=False)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment)
+    while not all((project.root / f"{name}.runs").exists() for name in ("left", "right")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "Interrupted" in process.communicate(timeout=120)[1]
+    assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
+
+
+@pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])
+def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(project, monkeypatch, threads, given, expected):
+    project.params.write_text(f"runtime: {{threads: {'null' if threads is None else threads}, data_roots: {{}}}}\n")
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert load_runtime(project) == Runtime(threads=expected, data_roots={})
