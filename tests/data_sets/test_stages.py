@@ -63,7 +63,10 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
     [
         ({"generate": None}, "generate: needed for kind digits"),
         ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
-        ({"kind": "imagnet"}, "is not one of digits, digits_wild, imagenet, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'"),
+        (
+            {"kind": "imagnet"},
+            "is not one of digits, digits_wild, imagenet, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'",
+        ),
         ({"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing; digits has train, tune, test"),
         ({"expected": {"classes": 10, "train": 1079, "val": 359}}, r"expected\.test: missing; digits has train, tune, test"),
         ({"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split; digits has train, tune, test"),
