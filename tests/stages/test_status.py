@@ -6,10 +6,11 @@ import sys
 import pytest
 
 from repro.core.config import load_section
+from repro.core.hashing import hash_code
 from repro.core.paths import Paths
 from repro.core.record import make_identity, write_json, write_record
 from repro.data.settings import DigitsSettings
-from repro.graph import OLDER_VERSION, OTHER_CODE, find_old_records, find_status
+from repro.graph import OLDER_VERSION, OTHER_CODE, REPEATED, find_old_records, find_status
 from repro.tasks.classification.spec import SPEC
 from repro.training.job import Cell
 from stages import load_stages
@@ -99,6 +100,24 @@ def test_records_that_other_code_made_are_named(tmp_path):
     of_a = ["measured/cpu/train/one/metrics.json", "measured/cpu/train/one/speed.json", "train/one/metrics.json"]
     assert find_old_records(Paths(tmp_path)) == {OTHER_CODE: [f"results/{name}" for name in of_a], **older}
     assert find_old_records(Paths(tmp_path / "empty")) == {}
+
+
+def test_a_record_whose_seed_the_present_code_trained_to_the_same_weights_is_told_apart(tmp_path):
+    make_records(tmp_path)
+    for name, module, weights in (
+        ("measured/cpu/old_same", "repro.a", ["w0", "w1"]),
+        ("measured/cpu/old_other", "repro.a", ["w2"]),
+        ("train/new", "repro.b", ["w0"]),
+        ("train/old_too", "repro.a", ["w2"]),
+    ):
+        modules = [module]
+        identity = {"code_hash": hash_code(tmp_path, modules), "code_modules": modules, "parent_commit": "0"}
+        runs = [{"seed": seed, "weights_hash": hashed} for seed, hashed in enumerate(weights)]
+        write_record(tmp_path / "results" / name, {"by_seed": runs}, identity, 1.0)
+    (tmp_path / "repro" / "a.py").write_text("x = 2\n")
+    found = find_old_records(Paths(tmp_path))
+    assert found[REPEATED] == ["results/measured/cpu/old_same/metrics.json"]
+    assert {f"results/{name}/metrics.json" for name in ("measured/cpu/old_other", "train/old_too")} <= set(found[OTHER_CODE])
 
 
 def test_records_are_grouped_by_their_folder():
