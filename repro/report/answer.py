@@ -65,13 +65,15 @@ def note_pipeline(report: Report) -> None:
     """Write results/pipeline.json: how long all stages took, how many ran at once, their commits, and the device and profile of those that train.
 
     After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the records, where
-    Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is.
+    Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is; likewise where it was written
+    for records of the same commits and only the report runs again.
     """
     # the record of the machine has no code hash, and is none of results
     own = [source for source in report.results.sources if source.stage is not None and "code_hash" in source.identity]
     files = [report.results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
+    file, commits = report.results.paths.results / PIPELINE_FILE, sorted({str(source.identity["parent_commit"]) for source in own})
     began, jobs = (float(each) for each in os.environ.get(RUN_BEGAN, "inf 1").split())
     try:
         runs = [read_json(file) for file in files]
@@ -83,10 +85,11 @@ def note_pipeline(report: Report) -> None:
         seconds = time.time() - began
     else:  # at least one stage is of an earlier run
         jobs = 1
+        if file.is_file() and read_json(file).get("commits") == commits:
+            return
     origin = describe_origin([source for source in own if source.is_trained], report.named)
-    commits = sorted({str(source.identity["parent_commit"]) for source in own})
     noted = {"seconds": round(seconds), "jobs": int(jobs), "origin": origin, "commits": commits}
-    write_json(report.results.paths.results / PIPELINE_FILE, noted)
+    write_json(file, noted)
 
 
 def draw_contest(report: Report, folder: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core.record import read_json
 from .claims import Report
 from .document import Block, Heading, Picture, Piece, Section, Table, code, number, prose, strong, table
 from .ledger import Column, Ledger
@@ -172,7 +173,7 @@ def find_drawn(report: Report) -> dict[str, list[Source]]:
 
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `variants_section` or another document alone shows; those of other stages stand elsewhere too."""
-    sources = [source for group, where in _pair(report) for source in group.at(where).values()]
+    sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
     shown = {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
     patterns = [document.records for document in report.paper.documents]
     return shown | {source.path for source in report.results.sources if any(fnmatch.fnmatchcase(source.path, each) for each in patterns)}
@@ -180,18 +181,31 @@ def find_shown(report: Report) -> set[str]:
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
     """Each group with each table and figure of which it has two variants, unless another one says all that it says, and more."""
-    variants = report.paper.variants
-    groups = find_groups(report.results, variants) if variants else []
-    pairs = [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
+    pairs, root = _list_pairs(report), report.results.paths.root
     return [
-        (group, where) for group, where in pairs if not any(_surpasses(other, group, where) for other, place in pairs if place is where)
+        (group, where) for group, where in pairs if not any(_surpasses(other, group, where, root) for other, at in pairs if at is where)
     ]
 
 
-def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
-    """Whether another group has all variants of a group, trained on the same data with more seeds, as those by hand may."""
-    alike = all(other.common[key] == group.common[key] for key in ("model", "data", "recipe_hash"))
-    return alike and other.most_seeds > group.most_seeds and set(group.at(where)) <= set(other.at(where))
+def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
+    variants = report.paper.variants
+    groups = find_groups(report.results, variants) if variants else []
+    return [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
+
+
+def _surpasses(other: Group, group: Group, where: VariantTable, root: Path) -> bool:
+    """Whether another group has all variants of a group, on the same data by the same recipes with more seeds, as those by hand may.
+
+    The recipe is that of recipe.json. `recipe_hash` also covers what changes no weights, such as the epochs of snapshots.
+    """
+    if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
+        return False
+    ours, theirs = group.at(where), other.at(where)
+    return all(name in theirs and _read_recipe(theirs[name], root) == _read_recipe(source, root) for name, source in ours.items())
+
+
+def _read_recipe(source: Source, root: Path) -> dict[str, Any]:
+    return read_json(root / source.folder / "recipe.json")
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:

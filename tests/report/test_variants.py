@@ -154,6 +154,18 @@ def test_nothing_trained_says_how(checkout):
     assert not (checkout.paths.results / "figures").exists()
 
 
+@pytest.mark.parametrize(("repeated", "recipe", "is_judged"), [("dual", "{}", False), ("dual", '{"lr": 1}', True), ("gating", "{}", True)])
+def test_a_group_of_the_pipeline_is_judged_unless_the_same_trainings_have_more_seeds(checkout, repeated, recipe, is_judged):
+    """Its recipe hash differs, since it also keeps snapshots; by another recipe, or with a variant that nobody repeated, it is judged."""
+    for name in ("conv1d", repeated, "conv2d"):
+        train(checkout, name, [50, 60, 70])
+    for name in ("conv1d", "dual"):
+        train(checkout, name, [50], folder="ablate", recipe_hash="with snapshots")
+        checkout.write(f"results/ablate/{name}/recipe.json", recipe)
+    rows = [row for row in parts(checkout)[0].splitlines() if row.startswith("| Table 3") and "one seed" in row]
+    assert len(rows) == is_judged
+
+
 def test_whether_a_curve_still_rises_is_read_on_one_split():
     """The score that is reported, on other images, may be lower than the curve's last but one."""
     on_tune = {"top1_percent": 80.0, "tune_top1_percent": 90.0, "tune_top1_previous_percent": 89.0}
