@@ -12,7 +12,7 @@ import pytest
 from repro.core.config import load_yaml
 from repro.core.errors import RunError
 from repro.core.paths import Paths
-from repro.core.runtime import Runtime, load_runtime
+from repro.core.runtime import RUN_BEGAN, Runtime, load_runtime
 from repro.pipeline import read_units, run_stages
 from stages import Stage
 
@@ -27,6 +27,9 @@ COMMANDS = {
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Paths:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    # a run sets these for its stages; they are as before when a test ends
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv(RUN_BEGAN, "inf 1")
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc" / "config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
     (tmp_path / "params.yaml").write_text("runtime: {device: cpu, threads: 4, data_roots: {}}\n")
