@@ -1,7 +1,8 @@
 """Pictures of trainings that a method without learning is set beside: their learning curves, and which classes they confuse."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from .measured import format_scores
 from .records import Source, describe_seeds
 from .results import Results
 
+Draw = Callable[[Path, Sequence[Source]], Path]
 Runs = dict[tuple[str, str, str], list[Source]]
 _PANELS = 2  # scores of a task that are drawn, the most telling ones first
 _STYLES = {"pretrained": ("#D55E00", "o"), "random": ("#0072B2", "s")}
@@ -34,22 +36,22 @@ def name_first_weights(source: Source) -> str:
 
 def draw_dense(report: Report, folder: Path) -> None:
     """Draw every figure of `find_dense_drawn` into a folder."""
-    results = report.results
-    for name, sources in find_dense_drawn(report).items():
-        kind, stage = name.split("_")[:2]
-        if kind == "learning":
-            _draw_curves(folder / name, stage, sources, results)
-        else:
-            _draw_confusion(folder / name, sources[0])
+    for name, (draw, sources) in _plan(report).items():
+        draw(folder / name, sources)
 
 
 def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
-    """The name of each file that `draw_dense` makes -> the records that it shows.
+    """The name of each file that `draw_dense` makes -> the records that it shows."""
+    return {name: sources for name, (_, sources) in _plan(report).items()}
+
+
+def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
+    """The name of each file -> what draws it, and from which records.
 
     The curves of a task and a data set share a picture, those by hand in place of those of the pipeline where they have more seeds. What
     is confused is drawn for the first seed of each run of the pipeline.
     """
-    drawn: dict[str, list[Source]] = {}
+    drawn: dict[str, tuple[Draw, list[Source]]] = {}
     for (stage, data, _), runs in find_compared_runs(report.results).items():
         best: dict[str, Source] = {}
         for source in runs:
@@ -57,10 +59,11 @@ def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
             if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(best.get(first)):
                 best[first] = source
         if best:
-            drawn.setdefault(f"learning_{stage}_{data}.png", list(best.values()))
+            curves = partial(_draw_curves, stage=stage, results=report.results)
+            drawn.setdefault(f"learning_{stage}_{data}.png", (curves, list(best.values())))
         for source in runs:
             if source.stage and (source.metrics["by_seed"][0].get("confusion")):
-                drawn[f"confusion_{stage}_{source.cell}.png"] = [source]
+                drawn[f"confusion_{stage}_{source.cell}.png"] = _draw_confusion, [source]
     return drawn
 
 
@@ -72,7 +75,7 @@ def _curve_file(source: Source, results: Results) -> Path:
     return results.paths.root / source.folder / "curve.csv"
 
 
-def _draw_curves(path: Path, stage: str, sources: Sequence[Source], results: Results) -> Path:
+def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: Results) -> Path:
     """A panel for each score: thin lines for the seeds, a thick one for their mean, a point for the reported score, a line without learning."""
     labels = dict(list(results.scores[stage].items())[:_PANELS])
     figure, panels = new_figure(len(labels))
@@ -110,8 +113,9 @@ def _mark_score(panel: Any, epoch: int, score: float, interval: Sequence[float] 
     panel.errorbar(epoch, score, yerr=spread, fmt="*", color=colour, markeredgecolor="black", markersize=12, capsize=4, zorder=3)
 
 
-def _draw_confusion(path: Path, source: Source) -> Path:
+def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
     """A matrix of shares: each row, the truth, adds up to 100 %."""
+    (source,) = sources
     confusion: Mapping[str, Any] = source.metrics["by_seed"][0]["confusion"]
     names, counts = confusion["classes"], confusion["counts"]
     shares = [[100 * count / max(sum(row), 1) for count in row] for row in counts]
