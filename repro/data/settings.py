@@ -86,7 +86,6 @@ class DrawnDigits:
     angle_degrees: float = bounded(30.0, ge=0, le=180)  # how far a digit is turned, to either side
     # how far ink is from mid-grey, as a share of the way to white, [smallest, largest]
     contrast: tuple[float, ...] = bounded((0.4, 1.0), gt=0, le=1)
-    ink: Literal["bright", "either"] = "bright"  # `either`: of each digit brighter or darker than mid-grey, as likely
     texture_contrast: tuple[float, ...] = bounded((0.2, 0.6), ge=0, le=1)  # how far textures swing around mid-grey, likewise
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """A trained classifier on its device, with the transform that its images need: what every use of one shares."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import UserError
+from ..core.errors import RunError, UserError
 from ..core.runtime import torch_dtype
 from ..core.ui import Progress
 from ..data.classification import ImageFolder, ToInput, eval_transform
@@ -64,6 +65,28 @@ def load_classifier(checkpoint: Checkpoint, device: torch.device, image_size: in
     model = checkpoint.require_classifier().build(image_size).to(device).requires_grad_(False)
     transform = TransformSettings.from_preprocessing(checkpoint.preprocessing, image_size)
     return Classifier(checkpoint=checkpoint, model=model, transform=transform, device=device)
+
+
+def require_sizes(checkpoint: Checkpoint, device: torch.device, sizes: Sequence[int]) -> None:
+    """Run the model on an image of each size, so that one it does not take is found before hours go into the others.
+
+    Raises as `load_classifier` and `one_line_errors`.
+    """
+    for size in sizes:
+        classifier = load_classifier(checkpoint, device, size)
+        with torch.inference_mode(), one_line_errors(checkpoint.name, size):
+            classifier.model(torch.zeros(1, 3, size, size, device=device))
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str, size: int) -> Iterator[None]:
+    """Around forward passes of a model: a size that it does not take is a UserError, too little memory on the GPU a RunError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise RunError(f"{name} at {size}: the GPU has too little memory; lower the batch size") from None
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def require_same_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:

@@ -1,6 +1,5 @@
 """Accuracy of trained models on a prepared data set, at one image size or several: the work of `repro evaluate`."""
 
-import contextlib
 import dataclasses
 import math
 import sys
@@ -24,7 +23,7 @@ from ..explain.draw import save_figure
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import family_module, kernel_backend
-from .classifier import Classifier, load_classifier, require_same_classes, subsample
+from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes, subsample
 from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
@@ -118,11 +117,8 @@ class _Evaluation:
 
     def run(self, checkpoint: Checkpoint, sizes: Sequence[int]) -> None:
         """Evaluate one model at all its sizes."""
-        if len(sizes) > 1:  # a size that the model does not take is found before hours go into the others
-            for size in sizes:
-                classifier = load_classifier(checkpoint, self.device, size)
-                with torch.inference_mode(), _one_line_errors(checkpoint.name, size):
-                    classifier.model(torch.zeros(1, 3, size, size, device=self.device))
+        if len(sizes) > 1:
+            require_sizes(checkpoint, self.device, sizes)
         rows = [self._evaluate(load_classifier(checkpoint, self.device, size)) for size in sizes]
         if len(rows) > 1:
             folder = self._folder(checkpoint)
@@ -141,7 +137,7 @@ class _Evaluation:
         request, checkpoint, size = self.request, classifier.checkpoint, classifier.transform.image_size
         split = self.cell.row.reported_split
         images = len(self.tree.splits[split].names)
-        with Progress(f"{classifier.name} at {size}", images, unit="images") as progress, _one_line_errors(classifier.name, size):
+        with Progress(f"{classifier.name} at {size}", images, unit="images") as progress, one_line_errors(classifier.name, size):
             scores = classifier.measure_accuracy(
                 self.tree, batch_size=request.batch_size, workers=self.runtime.workers, dtype=request.dtype, progress=progress
             )
@@ -175,16 +171,6 @@ class _Evaluation:
         return f"{where}: {scores} on {metrics['held_out_images']} {metrics['split']} images{limited}" + (
             f" (Table 1: {printed} %)" if printed else ""
         )
-
-
-@contextlib.contextmanager
-def _one_line_errors(name: str, size: int) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise RunError(f"{name} at {size}: the GPU has too little memory; lower --batch-size") from None
-    except (ValueError, AssertionError) as error:  # a size that the model does not take
-        raise UserError(f"{name}: {error}") from None
 
 
 def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:

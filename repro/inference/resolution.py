@@ -3,7 +3,6 @@
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, torch_dtype, usable_cores
 from ..core.ui import Progress
 from ..data.cells import open_cell
-from ..models.checkpoints import Checkpoint, open_weights
+from ..models.checkpoints import open_weights
 from ..models.registry import family_module, kernel_backend
-from .classifier import Classifier, load_classifier, require_same_classes
+from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes
 from .params import ResolutionParams
 
 FIGURE = "accuracy_and_time.png"
@@ -46,14 +45,14 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
         raise UserError(f"resolution.models: were trained at different image sizes ({', '.join(map(str, sorted(trained)))}); take one")
     for checkpoint in checkpoints.values():
         require_same_classes(checkpoint, tree.classes, params.data)
-        for size in params.image_sizes:  # one that a model does not take is found before the rest is measured
-            _load(checkpoint, device, size)
+        require_sizes(checkpoint, device, params.image_sizes)
     images = len(tree.splits[cell.row.reported_split].names)
     with Progress("resolution", images * len(checkpoints) * len(params.image_sizes), unit="images") as progress:
         for family, checkpoint in checkpoints.items():
             for size in params.image_sizes:
-                classifier = _load(checkpoint, device, size)
-                scores = classifier.measure_accuracy(tree, batch_size=params.batch_size, workers=runtime.workers)
+                classifier = load_classifier(checkpoint, device, size)
+                with one_line_errors(checkpoint.name, size):
+                    scores = classifier.measure_accuracy(tree, batch_size=params.batch_size, workers=runtime.workers)
                 row = {"family": family, "model": checkpoint.name, "weights_hash": checkpoint.hash, "image_size": [size, size], **scores}
                 row |= _time(classifier, params)
                 rows.append(row | {"noisy": find_noise(row)})
@@ -87,8 +86,9 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
         style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "label": label.partition(",")[0]}
         accuracy.plot(sizes, [row["top1_percent"] for row in rows], **style)
         times.plot(sizes, [row["latency_ms"] for row in rows], **style)
-        noisy = [(row["image_size"][0], row["latency_ms"]) for row in rows if row["noisy"]]
-        times.plot(*zip(*noisy), color=colour, marker=marker, linestyle="none", markerfacecolor="white", markersize=5) if noisy else None
+        noisy = [row for row in rows if row["noisy"]]
+        hollow = {"color": colour, "marker": marker, "markersize": 5, "linestyle": "none", "markerfacecolor": "white"}
+        times.plot([row["image_size"][0] for row in noisy], [row["latency_ms"] for row in noisy], **hollow)
     ticks, trained = sorted({row["image_size"][0] for row in metrics["evaluated"]}), metrics["train_image_size"]
     for panel in (accuracy, times):
         panel.set_xticks(ticks, [f"{size}\n{size / trained:.2g}×" for size in ticks])
@@ -98,23 +98,13 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
     times.set(ylabel="time of a forward pass for each image (ms)", yscale="log")
     handles, labels = accuracy.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
-    hollow = "; hollow: noisy" if any(row["noisy"] for row in metrics["evaluated"]) else ""
+    remark = "; hollow: noisy" if any(row["noisy"] for row in metrics["evaluated"]) else ""
     title = (
-        f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}{hollow}"
+        f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}{remark}"
     )
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
-
-
-def _load(checkpoint: Checkpoint, device: torch.device, size: int) -> Classifier:
-    try:
-        classifier = load_classifier(checkpoint, device, size)
-        with torch.inference_mode():
-            classifier.model(torch.zeros(1, 3, size, size, device=device))
-        return classifier
-    except (ValueError, AssertionError) as error:  # a size that the model does not take
-        raise UserError(f"resolution: {checkpoint.name}: {error}") from None
 
 
 def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
@@ -132,11 +122,7 @@ def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
             _synchronise(device)
             samples.append(1e3 * (time.perf_counter() - started) / params.batch_size)
     about = {"status": "ok", "device": device_label(device), "threads": torch.get_num_threads(), "cores": usable_cores(), **load}
-    return {"latency_ms": statistics.median(samples), "samples_ms": _round(samples), **about}
-
-
-def _round(samples: Sequence[float]) -> list[float]:
-    return [round(sample, 4) for sample in samples]
+    return {"latency_ms": statistics.median(samples), "samples_ms": [round(sample, 4) for sample in samples], **about}
 
 
 def _synchronise(device: torch.device) -> None:

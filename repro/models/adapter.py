@@ -261,7 +261,7 @@ class ClasslessViT(nn.Module):
 class ViTAdapter(Pyramid):
     """A plain backbone with its adapter: four maps, all of the backbone's width.
 
-    The backbone's norm and head, which follow its blocks, are removed. The prior's tokens c give the maps of strides 8, 16 and 32;
+    The backbone's head, and its norm unless `final_norm` is set, which follow its blocks, are removed. The prior's tokens c give the maps of strides 8, 16 and 32;
     the one of stride 8, upsampled and added to the prior's first map, gives that of stride 4. To each map the resized patch tokens
     are added, and each has a norm of its own.
 
@@ -269,6 +269,8 @@ class ViTAdapter(Pyramid):
         backbone: fulfils PlainBackbone, with patches of 16 pixels and a multiple of 4 blocks.
         features: which patch tokens are added: `last`, those after the last block, to every map (detection); `each`, those after
             each of the four interactions, to one map each (segmentation).
+        final_norm: keep the backbone's final norm, which the patch tokens pass before they are added. The tokens of a pretrained
+            backbone can be so large that the prior's detail drowns in them.
         drop_path_rate: of every extractor's FFN; the backbone's blocks have their own.
         freeze_backbone: see `Pyramid`.
         size: hyper-parameters; the default is the entry of SIZES for the backbone's width.
@@ -282,6 +284,7 @@ class ViTAdapter(Pyramid):
         backbone: PlainBackbone,
         *,
         features: Features = "last",
+        final_norm: bool = False,
         drop_path_rate: float = 0.0,
         freeze_backbone: bool = False,
         size: AdapterSize | None = None,
@@ -301,7 +304,11 @@ class ViTAdapter(Pyramid):
         self.grad_checkpointing = False
         if isinstance(backbone, ClasslessViT):
             self.trunk_name = "backbone.model"
-        self.trunk.norm = nn.Identity()
+        if not final_norm:
+            self.trunk.norm = nn.Identity()
+        elif isinstance(self.trunk.norm, nn.Identity):
+            raise ValueError("it has no final norm; leave out final_norm")
+        self.final_norm = final_norm
         self.trunk.reset_classifier(0)
         self.prior = SpatialPrior(dim, size.prior_channels)
         self.level_embed = nn.Parameter(torch.empty(3, dim))
@@ -341,7 +348,7 @@ class ViTAdapter(Pyramid):
         levels = [self.up(levels[0]) + finest, *levels]
         maps = []
         for norm, level, patches in zip(self.norms, levels, taken, strict=True):
-            (patch_map,) = to_maps(patches, grids[1:2])
+            (patch_map,) = to_maps(self.backbone.norm(patches), grids[1:2])
             maps.append(norm(level + F.interpolate(patch_map, level.shape[-2:], mode="bilinear", align_corners=False)))
         return maps
 
@@ -378,8 +385,9 @@ class ViTAdapter(Pyramid):
         return {f"{self.trunk_name}.{name}" for name in self.trunk.no_weight_decay() if not name.startswith(EMBEDDINGS)}
 
     def is_removed(self, key: str) -> bool:
-        """Whether a key of the backbone's weights belongs to a part that the adapter removes: norm and head, or a ViT's class token."""
-        return key.startswith(("norm.", "fc_norm.", "head.")) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
+        """Whether a key of the backbone's weights belongs to a part that the adapter removes: head, norm unless kept, or a ViT's class token."""
+        removed = ("fc_norm.", "head.") if self.final_norm else ("norm.", "fc_norm.", "head.")
+        return key.startswith(removed) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
 
     def is_added(self, key: str) -> bool:
         """As `Pyramid.is_added`: a ViT's layer scales."""

@@ -4,6 +4,7 @@
 reads the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ Size = int | tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(abc.ABC):
     """A model with its weights, found but not yet read."""
 
     name: str  # what records call the model
@@ -66,6 +67,7 @@ class Checkpoint:
             raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
         return self
 
+    @abc.abstractmethod
     def build(self, image_size: Size | None = None) -> nn.Module:
         """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
@@ -75,14 +77,13 @@ class Checkpoint:
             UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
             RunError: weights that cannot be fetched.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """The tensors under this project's names; raises as `build`.
 
         `options` are the arguments of the model that the tensors are for, by which timm adapts its own weights.
         """
-        raise NotImplementedError
 
 
 class OwnFile(Checkpoint):

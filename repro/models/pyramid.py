@@ -95,6 +95,7 @@ def build_pyramid(
     *,
     options: Mapping[str, Any] | None = None,
     features: Features = "last",
+    final_norm: bool = False,
     drop_path_rate: float = 0.0,
     freeze_backbone: bool = False,
     size: AdapterSize | None = None,
@@ -105,7 +106,9 @@ def build_pyramid(
         name: a plain model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
         options: further arguments of the backbone, with the `img_size` of its training where that is not the default.
         drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's extractors.
-        features, freeze_backbone, size: see `ViTAdapter`; a hierarchical backbone uses only the second.
+        features, size: see `ViTAdapter`; a hierarchical backbone uses neither.
+        final_norm: see `ViTAdapter`; the maps of a hierarchical backbone have norms of their own.
+        freeze_backbone: see `Pyramid`.
 
     Raises:
         ValueError: an unknown model, or a backbone that does not fit.
@@ -117,8 +120,10 @@ def build_pyramid(
         if isinstance(model, VisionTransformer):
             model = ClasslessViT(model)
         if isinstance(model, PlainBackbone):
-            adapter = {"features": features, "drop_path_rate": drop_path_rate, "size": size}
+            adapter = {"features": features, "final_norm": final_norm, "drop_path_rate": drop_path_rate, "size": size}
             pyramid = ViTAdapter(model, freeze_backbone=freeze_backbone, **adapter)
+        elif final_norm:
+            raise ValueError("its maps have norms of their own; leave out final_norm")
         else:
             accepted = inspect.signature(type(model)).parameters
             any_size = {key: value for key, value in _ANY_SIZE.items() if key in accepted}

@@ -97,13 +97,14 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
         reference = sources[0].metrics["without_learning"][key]
         panel.axhline(reference, color="black", linestyle="--", linewidth=1.2, label="without learning")
         panel.set(xlabel="epoch", ylabel=f"{label} (%)", ylim=(0, None))
-        panel.set_xticks(range(1, max(source.metrics["epochs"] for source in sources) + 1))
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
     first = sources[0].metrics
     split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
-    figure.suptitle(f"{stage} on {first['data']}: {split}; star: {first['split']}, with its 95 % interval over seeds", fontsize=11)
+    interval = ", with its 95 % interval over seeds" if any(len(source.metrics["by_seed"]) > 1 for source in sources) else ""
+    figure.suptitle(f"{stage} on {first['data']}: {split}; star: {first['split']}{interval}", fontsize=11)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
 

@@ -23,6 +23,8 @@ class Work:
         module: what Python runs.
         after: the names of others that must have succeeded before it starts; those that nobody runs count as done.
         alone: whether nothing may run beside it; it then has all threads.
+        environment: variables that it has beside those of this process.
+        stopped_as_group: whether it is asked to end by a SIGINT to all its processes, as by a Ctrl-C, and not by a SIGTERM to itself.
     """
 
     arguments: tuple[str, ...]
@@ -30,6 +32,8 @@ class Work:
     module: str = "repro"
     after: tuple[str, ...] = ()
     alone: bool = False
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stopped_as_group: bool = False
 
 
 def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path, *, alike: bool = True) -> dict[str, str]:
@@ -53,7 +57,7 @@ def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path
                 if (name := _choose_next(queue, [waiting[each] for each in names], names | set(queue))) is None:
                     break
                 work = queue.pop(name)
-                environment = _find_environment(slot, 1 if work.alone else jobs, runtime)
+                environment = os.environ | work.environment | _share_machine(slot, 1 if work.alone else jobs, runtime)
                 running[slot] = (name, _start(work, environment, root), time.monotonic())
                 print(f"{name}: running, output in {work.log.relative_to(root)}", flush=True)
             if received and not told:  # once: a second signal ends a process without its state saved
@@ -99,8 +103,8 @@ def _list_dependants(name: str, queue: Mapping[str, Work]) -> list[str]:
 
 
 def _stop(process: subprocess.Popen, work: Work) -> None:
-    """Ask a process to end with its state saved. DVC, which runs another one, waits for that after a SIGINT, and dies of a SIGTERM."""
-    if work.module == "dvc":
+    """Ask a process to end with its state saved."""
+    if work.stopped_as_group:
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGTERM)
@@ -120,12 +124,12 @@ def _find_last_line(log: Path, default: str) -> str:
     return next((line for line in reversed(lines) if line.startswith("repro: ")), lines[-1]).removeprefix("repro: ")
 
 
-def _find_environment(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
-    """The environment of a process: its GPU, or its share of the threads."""
+def _share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
+    """The variables that give a process its GPU, or its share of the threads."""
     if choose_device(runtime.device).type == "cuda":
         import torch
 
         gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-        return os.environ | {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
+        return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
     threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
-    return os.environ | {"OMP_NUM_THREADS": str(max(1, threads // jobs))}
+    return {"OMP_NUM_THREADS": str(max(1, threads // jobs))}

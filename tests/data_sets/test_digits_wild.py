@@ -76,13 +76,12 @@ def _correlate(pixels: np.ndarray, scan: Image.Image, side: int, degrees: float)
     return float(np.max(windows @ template / (np.linalg.norm(windows, axis=1) * np.linalg.norm(template))))
 
 
-@pytest.mark.parametrize("ink", ["bright", "either"])
-def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings(ink):
+def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings():
     """On a ground without texture, what differs from mid-grey by more than the noise is the digit."""
-    settings = dataclasses.replace(SMALL, texture_contrast=(0.0, 0.0), contrast=(0.7, 0.9), ink=ink)
+    settings = dataclasses.replace(SMALL, texture_contrast=(0.0, 0.0), contrast=(0.7, 0.9))
     scan = np.zeros((8, 8), dtype=np.uint8)
     scan[1:7, 2:6] = 255
-    places, levels = set(), []
+    places = set()
     for seed in range(60):
         image = draw(np.random.Generator(np.random.PCG64(seed)), scan, settings).astype(float)
         rows, columns = np.nonzero(abs(image - 127.5) > 30)
@@ -90,11 +89,8 @@ def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings(ink):
         # six and four eighths of 24 to 32 pixels, turned by up to 15 degrees, with the soft rim of the strokes
         assert 17 <= height <= 33 and 11 <= width <= 28
         places.add((rows.min(), columns.min()))
-        swing = np.median(image[abs(image - 127.5) > 60]) / 127.5 - 1
-        levels.append(swing)
-        assert 0.65 < abs(swing) < 0.95
+        assert 0.65 < np.median(image[abs(image - 127.5) > 60]) / 127.5 - 1 < 0.95
     assert len(places) > 40
-    assert (min(levels) < 0) == (ink == "either") and max(levels) > 0
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,34 @@ def test_weights_outside_the_blocks_are_taken_off():
     assert not [name for name in adapter.state_dict() if name.startswith(("backbone.norm", "backbone.head"))]
 
 
+@pytest.mark.parametrize("features", ["last", "each"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_the_final_norm_the_tokens_pass_it_before_they_are_added(family, features):
+    """Where a map has the grid of the patches, what its own norm receives changes by norm(tokens) - tokens, written out here."""
+    found = {}
+    for final_norm in (False, True):
+        adapter = nano(family, features=features, final_norm=final_norm)
+        if final_norm:
+            nn.init.uniform_(adapter.trunk.norm.weight, 0.5, 1.5)
+        outputs = block_outputs(adapter)
+        adapter.norms[2].register_forward_pre_hook(lambda module, args, key=final_norm: found.update({key: args[0]}))
+        with torch.no_grad():
+            adapter(torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(1)))
+    tokens = outputs[2 if features == "each" else 3]  # of the four blocks: after the third interaction, or after the last
+    norm, prefix = adapter.trunk.norm, adapter.backbone.prefix_positions(24)
+    tokens = tokens[:, [i for i in range(tokens.shape[1]) if i not in prefix]].double()
+    centred = tokens if family == "vim" else tokens - tokens.mean(-1, keepdim=True)  # Vim has an RMSNorm
+    normed = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    expected = (normed - tokens).mT.unflatten(2, (4, 6))
+    torch.testing.assert_close((found[True] - found[False]).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_final_norm_must_be_there():
+    """timm's ViTs that average their patches have a `fc_norm` behind the average instead."""
+    with pytest.raises(ValueError, match="vit_tiny_patch16_224: it has no final norm; leave out final_norm"):
+        build_pyramid("vit_tiny_patch16_224", options={"global_pool": "avg"}, final_norm=True)
+
+
 def test_order_of_the_interactions():
     adapter, order = nano(), []
     for name in ("injectors", "extractors", "trunk.blocks"):

@@ -36,7 +36,7 @@ def trained(folder: Path, name: str = NANO, side: int = 144, **options) -> tuple
     """The file that a training of a classifier leaves, and its model."""
     torch.manual_seed(1)
     options = {**options, "num_classes": 10, "img_size": side}
-    model, path = build_model(name, **options), folder / "weights.safetensors"
+    model, path = shaken(build_model(name, **options)), folder / "weights.safetensors"
     preprocessing = PREPROCESSING | {"input_size": [3, side, side]}
     save_weights(path, model, name=name, options=options, preprocessing=preprocessing, classes=list("0123456789"))
     return path, model
@@ -266,6 +266,21 @@ def test_timms_weights(tmp_path):
         report = load_backbone(adapter, open_weights(tmp_path / name, model="deit_nano_patch16_144"))
         assert report["cls_token"] == "expected: not needed" and report["pos_embed"] == "used"
         assert torch.equal(adapter.trunk.pos_embed, model.pos_embed)
+
+
+@pytest.mark.parametrize("name", [NANO, "deit_nano_patch16_144"])
+def test_a_final_norm_that_is_kept_is_loaded(tmp_path, name):
+    path, model = trained(tmp_path, name)
+    adapter = build_pyramid(name, options={"img_size": 144}, final_norm=True)
+    report = load_backbone(adapter, open_weights(path, model=name))
+    assert report["norm.weight"] == report["norm.bias"] == "used" and report["head.weight"] == "expected: not needed"
+    assert torch.equal(adapter.trunk.norm.weight, model.norm.weight)
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), NATIVE[:1])
+def test_a_native_pyramid_has_norms_of_its_own(name, options, channels):
+    with pytest.raises(ValueError, match="its maps have norms of their own; leave out final_norm"):
+        build_pyramid(name, options=options, final_norm=True)
 
 
 def test_official_weights_under_their_own_names(tmp_path):

@@ -73,6 +73,33 @@ def test_parameters_are_those_of_the_published_models(embed_dim, fpn):
     assert sum(p.numel() for p in model.parameters()) == sum(counts) + sum(p.numel() for p in model.backbone.parameters())
 
 
+def test_one_box_for_all_classes_is_the_same_box_for_each():
+    """The losses and the detections are those of a head with a box for each class whose rows for all classes are equal."""
+    models = []
+    for agnostic in (False, True):
+        torch.manual_seed(0)
+        models.append(MaskRcnn(Maps(), 3, dataclasses.replace(SMALL, min_score=0.0, class_agnostic_boxes=agnostic)))
+    of_each, of_all = models
+    own, state = of_all.state_dict(), of_each.state_dict()
+    torch.manual_seed(1)
+    weight, bias = (f"roi_heads.box_predictor.bbox_pred.{part}" for part in ("weight", "bias"))
+    own[weight].normal_(std=0.1)
+    own[bias].normal_(std=0.1)
+    assert own[weight].shape == (4, SMALL.box_channels)
+    for key, tensor in own.items():
+        state[key].copy_(torch.cat([tensor] * 4) if key in (weight, bias) else tensor)  # three classes and the background
+    images, targets = samples()
+    losses, found = [], []
+    for model in models:
+        torch.manual_seed(2)  # of the samplers
+        losses.append(model.train()(images, targets))
+        detections = model.eval().detect(images, [image.shape[1:] for image in images])
+        found.append([{key: each[key] for key in ("boxes", "labels", "scores")} for each in detections])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*found)
+    assert len(found[0][0]["boxes"]) > 0
+
+
 def test_initialisation():
     torch.manual_seed(0)
     model = MaskRcnn(Maps(192), 80, MaskRcnnParams())

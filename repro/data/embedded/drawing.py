@@ -17,9 +17,8 @@ _NOISE = 8  # grey levels, in both directions
 
 
 def draw_level(rng: np.random.Generator, settings: DrawnDigits) -> float:
-    """The grey level of a digit's ink."""
-    swing = rng.uniform(*settings.contrast)
-    return MID_GREY * (1 - swing if settings.ink == "either" and rng.integers(2) else 1 + swing)
+    """The grey level of a digit's ink, brighter than mid-grey."""
+    return MID_GREY * (1 + rng.uniform(*settings.contrast))
 
 
 def cover(ink: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ annotated.
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from .drawing import INK, TEXTURES, cover, draw_ground, draw_level, enlarge, fin
 
 CLASSES = (*(f"digit {digit}" for digit in range(10)), *TEXTURES)
 CATEGORY_IDS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)  # of the digits 0..9
+Room = tuple[tuple[int, int], np.ndarray]
 SPLITS = KINDS["scenes"].splits
 _VISIBLE_PX = 20  # a digit with fewer visible pixels is not an instance
 _TRIES = 50  # places that are drawn for a digit that must lie apart from the others
@@ -82,11 +84,11 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
 def draw(
     rng: np.random.Generator, scans: np.ndarray, targets: np.ndarray, settings: ScenesSettings
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]], np.ndarray]:
-    """One image of `size` x `size` pixels, with some of the `scans` (N, 8, 8), uint8, which show the digits `targets` (N,).
+    """One image of `settings.image_size` pixels S a side, with some of the `scans` (N, 8, 8), uint8, which show the digits `targets` (N,).
 
     Returns:
-        The pixels (size, size), uint8; for each instance its digit and the mask of its visible part (size, size), bool; the label map
-        (size, size), uint8, which has an instance's class wherever its mask is true.
+        The pixels (S, S), uint8; for each instance its digit and the mask of its visible part (S, S), bool; the label map (S, S),
+        uint8, which has an instance's class wherever its mask is true.
     """
     size = settings.image_size
     canvas, labels = draw_ground(rng, size, settings)
@@ -98,10 +100,11 @@ def draw(
         side = rng.integers(*settings.side_px, endpoint=True)
         ink = enlarge(scans[chosen], side, rng.uniform(-settings.angle_degrees, settings.angle_degrees))
         if settings.overlap is not None:
-            place = _find_room(rng, ink, boxes, size, settings.overlap)
-            if place is None:
+            found = _find_room(rng, ink, boxes, size, settings.overlap)
+            if found is None:
                 continue
-            top, left = place
+            (top, left), box = found
+            boxes.append(box)
         else:
             # up to a quarter of a side beyond the border
             top, left = rng.integers(-side // 4, size - 3 * side // 4, size=2)
@@ -123,10 +126,10 @@ def draw(
     return finish(rng, canvas), instances, labels
 
 
-def _find_room(rng: np.random.Generator, ink: np.ndarray, boxes: list[np.ndarray], size: int, overlap: float) -> tuple[int, int] | None:
-    """The row and column of a place wholly inside the image, where no box covers more than a share `overlap` of another's; or None.
+def _find_room(rng: np.random.Generator, ink: np.ndarray, boxes: Sequence[np.ndarray], size: int, overlap: float) -> Room | None:
+    """A place wholly inside the image, where no box covers more than a share `overlap` of another's: its row and column, and the box.
 
-    Boxes are (top, left, bottom, right) of what can be seen of a digit; that of the new one is added to `boxes`.
+    Boxes are (top, left, bottom, right) of what can be seen of a digit.
     """
     rows, columns = (np.flatnonzero((ink > INK).any(axis=axis)) for axis in (1, 0))
     extent = np.array([rows[0], columns[0], rows[-1] + 1, columns[-1] + 1])
@@ -134,8 +137,7 @@ def _find_room(rng: np.random.Generator, ink: np.ndarray, boxes: list[np.ndarray
         top, left = rng.integers(-extent[:2], size - extent[2:], endpoint=True)
         box = extent + [top, left, top, left]
         if all(_shared(box, other) <= overlap * min(_area(box), _area(other)) for other in boxes):
-            boxes.append(box)
-            return int(top), int(left)
+            return (int(top), int(left)), box
     return None
 
 

@@ -27,10 +27,12 @@ class DenseParams(TrainParams):
 
     Args:
         freeze_backbone: train the adapter and the heads alone.
+        final_norm: the backbone's tokens pass its final norm before the adapter adds them to its maps; ViT-Adapter removes that norm.
         recompute_blocks: recompute the backbone's activations in the backward pass instead of keeping them.
     """
 
     freeze_backbone: bool = False
+    final_norm: bool = False
     recompute_blocks: bool = False
 
 
@@ -99,7 +101,7 @@ class DenseSpec(TaskSpec):
         options = dict(params.options)
         if checkpoint is not None:  # the position embedding is as long as the images of its training were large
             options |= checkpoint.size_option
-        asked = {"drop_path_rate": params.drop_path, "freeze_backbone": params.freeze_backbone}
+        asked = {"final_norm": params.final_norm, "drop_path_rate": params.drop_path, "freeze_backbone": params.freeze_backbone}
         try:
             backbone = build_pyramid(params.model, options=options, features=self.features, **asked)
         except ValueError as error:
@@ -112,7 +114,7 @@ class DenseSpec(TaskSpec):
         name, options = model.backbone.built_from
         parts = {part: dataclasses.asdict(getattr(params, part)) for part in (self.head, "transform")}
         described = {"name": name, "options": dict(options), "preprocessing": parts["transform"], "classes": list(classes)}
-        return described | {"task": {"name": self.name, **parts}}
+        return described | {"task": {"name": self.name, "final_norm": params.final_norm, **parts}}
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
         """The scores of Otsu's threshold, with the class of the most similar training example."""
@@ -137,7 +139,8 @@ class DenseSpec(TaskSpec):
 
         kinds, given = typing.get_type_hints(self.params), checkpoint.task
         parts = {part: build(kinds[part], given[part], f"{checkpoint.path}: {part}") for part in ("transform", self.head)}
-        backbone = build_pyramid(checkpoint.model, options=checkpoint.options, features=self.features)
+        built = {"features": self.features, "final_norm": given.get("final_norm", False)}
+        backbone = build_pyramid(checkpoint.model, options=checkpoint.options, **built)
         model = self.build_head(backbone, SimpleNamespace(**parts), len(checkpoint.classes))
         checkpoint.load_into(model)
         look = functools.partial(self.look, model.eval().to(device), parts["transform"], checkpoint.classes, min_score)

@@ -202,6 +202,8 @@ class Heads(RoIHeads):
     def __init__(self, num_classes: int, params: MaskRcnnParams):
         box_head = TwoMLPHead(params.fpn_channels * BOX_SIDE**2, params.box_channels)
         box_predictor = FastRCNNPredictor(params.box_channels, num_classes)
+        if params.class_agnostic_boxes:
+            box_predictor.bbox_pred = nn.Linear(params.box_channels, 4)
         mask_head = MaskRCNNHeads(params.fpn_channels, (params.mask_channels,) * params.mask_layers, 1)
         mask_predictor = MaskRCNNPredictor(params.mask_channels, params.mask_channels, num_classes)
         masks = {"mask_roi_pool": PyramidRoiAlign(MASK_SIDE), "mask_head": mask_head, "mask_predictor": mask_predictor}
@@ -227,6 +229,7 @@ class Heads(RoIHeads):
             proposals, matched, labels, regression = self.select_training_samples(proposals, targets)
         box_features = self.box_head(self.box_roi_pool(features, proposals, image_shapes))
         logits, deltas = (output.float() for output in self.box_predictor(box_features))
+        deltas = deltas.repeat(1, 4 * logits.shape[1] // deltas.shape[1])  # one box of all classes stands for each
         if not self.training:
             boxes, scores, labels = self.postprocess_detections(logits, deltas, proposals, image_shapes)
             masks = self._masks(features, boxes, labels, image_shapes).sigmoid().split([len(own) for own in boxes])

@@ -14,6 +14,8 @@ class MaskRcnnParams:
     Args:
         fpn_channels: of the pyramid and the RPN.
         box_channels: of the two fully connected layers of the box head.
+        class_agnostic_boxes: the box head predicts one box for all classes (mmdet's `reg_class_agnostic`), not one for each: where
+            scenes are few, every box then teaches it.
         mask_channels: of the convolutions of the mask head.
         mask_layers: 3x3 convolutions of the mask head.
         anchor_scale: side of a level's square anchor in strides of that level.
@@ -27,6 +29,7 @@ class MaskRcnnParams:
 
     fpn_channels: int = bounded(256, ge=1)
     box_channels: int = bounded(1024, ge=1)
+    class_agnostic_boxes: bool = False
     mask_channels: int = bounded(256, ge=1)
     mask_layers: int = bounded(4, ge=1)
     anchor_scale: float = bounded(8.0, gt=0)

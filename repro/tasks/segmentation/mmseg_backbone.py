@@ -16,6 +16,7 @@ class VitttAdapter(mmengine.model.BaseModule):
     Args:
         name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one of timm's has its own maps.
         options: further arguments of the backbone.
+        final_norm: see `repro.models.adapter.ViTAdapter`.
         drop_path_rate: of the adapter, and of the backbone's last block, to which the rates rise linearly from 0.
         freeze_backbone: train the adapter alone.
         weights: of the backbone: a file of `repro pretrain`, an official one, or one that timm can load.
@@ -30,12 +31,14 @@ class VitttAdapter(mmengine.model.BaseModule):
         name: str,
         *,
         options: dict | None = None,
+        final_norm: bool = False,
         drop_path_rate: float = 0.0,
         freeze_backbone: bool = False,
         weights: str | None = None,
     ):
         super().__init__()
-        self.adapter = build_pyramid(name, options=options, features="each", drop_path_rate=drop_path_rate, freeze_backbone=freeze_backbone)
+        adapter = {"final_norm": final_norm, "drop_path_rate": drop_path_rate, "freeze_backbone": freeze_backbone}
+        self.adapter = build_pyramid(name, options=options, features="each", **adapter)
         if weights is not None:
             load_backbone(self.adapter, open_weights(Path(weights), model=name))
 
