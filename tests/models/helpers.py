@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import repro.models  # noqa: F401  registers the models
 from repro.models.weights import adapt_to_size, load_state, translate_official
 
-HIERARCHICAL = ("hvit3",)  # families of `Hierarchy`
+HIERARCHICAL = ("hvit3", "mambavision", "vmamba")  # families of `Hierarchy`
 
 
 def nano_name(family: str) -> str:

@@ -30,7 +30,12 @@ NATIVE = [
     ("resnet_nano", {}, (8, 16, 32, 64)),
     ("swinv2_tiny_window8_256", SMALL_SWIN, (8, 16, 32, 64)),
 ]
-ALL_NATIVE = [*NATIVE, ("hvit3_nano_144", {}, (16, 32, 64, 96))]
+OURS = [
+    ("hvit3_nano_144", {}, (16, 32, 64, 96)),
+    ("vmamba_nano_144", {}, (16, 32, 64, 128)),
+    ("mambavision_nano_144", {}, (16, 32, 64, 128)),
+]
+ALL_NATIVE = [*NATIVE, *OURS]
 
 
 def trained(folder: Path, name: str = NANO, side: int = 144, **options) -> tuple[Path, torch.nn.Module]:
@@ -64,11 +69,12 @@ def test_channels_and_strides(name, options, channels, height, width):
     assert all(torch.equal(a, b) for a, b in zip(maps, of_padded, strict=True))
 
 
+@pytest.mark.parametrize(("name", "options", "channels"), OURS)
 @torch.no_grad()
-def test_a_hierarchy_of_ours_is_not_padded():
+def test_a_hierarchy_of_ours_is_not_padded(name, options, channels):
     """70 x 90 pixels: 18 x 23 positions, and half of them, rounded up, from map to map."""
-    pyramid = native("hvit3_nano_144", {})
-    maps, channels = pyramid(torch.randn(1, 3, 70, 90)), ALL_NATIVE[-1][2]
+    pyramid = native(name, options)
+    maps = pyramid(torch.randn(1, 3, 70, 90))
     grids = ((18, 23), (9, 12), (5, 6), (3, 3))
     assert isinstance(pyramid, NativePyramid) and pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
     assert [tuple(m.shape) for m in maps] == [(1, c, *grid) for c, grid in zip(channels, grids, strict=True)]
