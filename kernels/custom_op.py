@@ -27,6 +27,7 @@ SCHEMA_TYPES = {
     float: "float",
     Sequence[int]: "SymInt[]",
     Sequence[bool]: "bool[]",
+    bool: "bool",
 }
 
 
@@ -39,12 +40,13 @@ class CustomOp:
     empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
 
     A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), of one object x with all arguments:
-    out in the leading argument's dtype; each gradient in its argument's shape and dtype.
+    out in the leading argument's dtype, or in `x.out_dtype` where the arguments have one; each gradient in its argument's shape and
+    dtype.
 
     Args:
         name: of the operator.
         arguments: the NamedTuple class of x.
-        leading: the argument whose dtype and device the output has.
+        leading: the argument whose device the output has, and whose dtype unless the arguments have an `out_dtype`.
         select: (backend, x) -> the backend that runs, `torch` or `triton`; may raise a ValueError.
         reference: x -> the output, by plain operations under autograd.
         torch_path: the module of the backend `torch`.
@@ -137,7 +139,7 @@ class CustomOp:
         module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
         leading = getattr(x, self.leading)
-        out = leading.new_empty(out_shape)
+        out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
         return (out, leading.new_empty(states_shape[0], dtype=compute_dtype(leading.dtype))) if self._has_states else out
 
     def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:

@@ -55,7 +55,8 @@ def _scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
 
 def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     """The recurrence of `selective_scan.reference`, a token per step."""
-    u, delta, A, B, C, D, z, delta_bias, reverse, _, _ = values
+    u, delta, A, B, C, D, z, delta_bias, reverse, _, _, _ = values
+    u = u.repeat(1, 1, len(reverse) // u.shape[2], 1)
 
     def step(h, u, delta, B, C, A):
         h = torch.exp(delta[..., None] * A) * h + (delta * u)[..., None] * B[:, :, None]

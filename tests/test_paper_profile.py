@@ -1,6 +1,7 @@
 """A made-up batch goes through every cell of profiles/paper.yaml: images are tiny where the size is free, all widths, options and class
 counts are real. What would fail on the first step of a run of days fails here."""
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_a_batch_goes_through_every_cell(stage, cell):
     datasets = Datasets(train=loader.dataset, held_out={"val": loader.dataset}, classes=names)
     parts = {"model": model.train(), "train": loader, "held_out": {"val": loader}, "batch_size": 2, "device": torch.device("cpu")}
     task = spec.build_task(datasets, params, **parts)
+    if params.teacher_from is not None:
+        task.teacher = copy.deepcopy(model).eval()
     loss = task.loss(model, batch)["loss"]
     loss.backward()
     assert torch.isfinite(loss)

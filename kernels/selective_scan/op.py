@@ -1,6 +1,6 @@
 """The public operator selective scan: argument checks, choice of a backend, FLOP count.
 
-The custom op has a direction axis of length 1 or 2. Shape letters as in `reference`.
+The custom op has a route axis of any length. Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ def selective_scan(
     delta_bias: Tensor,
     *,
     reverse: bool = False,
+    full_precision: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """The selective scan of Mamba in one direction, with its gate. For each channel e and state n, from h = 0:
@@ -45,24 +46,35 @@ def selective_scan(
         D: (E,). delta_bias: (E,).
         z: (B,T,E), u's dtype; None leaves the gate out.
         reverse: scan from t = T−1 to 0: the same as flipping u, delta, B, C and z along T, scanning forward, and flipping the output.
+        full_precision: return out in the dtype of the state instead of u's.
         backend: `auto`, `triton`, `torch` or `reference`; see `selected_backend`.
 
     Returns:
-        out (B,T,E) in u's dtype.
+        out (B,T,E) in u's dtype, or with `full_precision` in that of the state.
 
     Raises:
         TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
     """
-    _check("selective_scan", 1, u, delta, A, B, C, D, z, delta_bias)
+    _check("selective_scan", (), u, delta, A, B, C, D, z, delta_bias, full_precision)
     if not isinstance(reverse, bool):
         raise TypeError(f"selective_scan: reverse is {reverse!r}, expected True or False")
     u, delta, B, C = (x.unsqueeze(2) for x in (u, delta, B, C))
     A, D, delta_bias = (x.unsqueeze(0) for x in (A, D, delta_bias))
-    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [reverse]), backend).squeeze(2)
+    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [reverse], full_precision), backend).squeeze(2)
 
 
 def selective_scan_bidir(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, delta_bias: Tensor, *, backend: str = "auto"
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    *,
+    full_precision: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """Both directions at once, as a Vim layer calls it: direction 0 scans forward, direction 1 backward, each with parameters of its own.
 
@@ -75,16 +87,53 @@ def selective_scan_bidir(
         z: (B,T,E), shared by both directions, or None.
 
     Returns:
-        out (B,T,2,E) in u's dtype, both directions in the order of the input.
+        out (B,T,2,E), both directions in the order of the input.
     """
-    _check("selective_scan_bidir", 2, u, delta, A, B, C, D, z, delta_bias)
-    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [False, True]), backend)
+    _check("selective_scan_bidir", (2,), u, delta, A, B, C, D, z, delta_bias, full_precision)
+    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [False, True], full_precision), backend)
+
+
+def selective_scan_routes(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    delta_bias: Tensor,
+    *,
+    reverse: Sequence[bool],
+    full_precision: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Any number of scans at once, as a VMamba layer calls it: each route has a direction and parameters of its own.
+
+    Route r scans the sequence u[:, :, r mod K], so that routes may share one. VMamba's four routes over a grid are the K = 2 sequences
+    of its rows and of its columns, each forward and back: reverse=(False, False, True, True). The result equals `selective_scan` on
+    each route, all with the same z. Arguments and errors are the same except for these.
+
+    Args:
+        u: (B,T,K,E), where K divides R.
+        delta: (B,T,R,E). B, C: (B,T,R,N).
+        A: (R,E,N). D, delta_bias: (R,E).
+        z: (B,T,E), shared by all routes, or None.
+        reverse: R flags; a route with True is scanned from t = T−1 to 0.
+
+    Returns:
+        out (B,T,R,E), every route in the order of its sequence.
+    """
+    flags = list(reverse) if isinstance(reverse, Sequence) else []
+    if not flags or not all(isinstance(flag, bool) for flag in flags):
+        raise TypeError(f"selective_scan_routes: reverse is {reverse!r}, expected a flag, True or False, for each route")
+    _check("selective_scan_routes", (len(flags),), u, delta, A, B, C, D, z, delta_bias, full_precision)
+    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, flags, full_precision), backend)
 
 
 def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | None]:
-    """The tensors of `selective_scan` for index r of the direction axis, from those of `selective_scan_bidir`."""
+    """The tensors of `selective_scan` for route r, from those of `selective_scan_bidir` or `selective_scan_routes`."""
     u, delta, A, B, C, D, z, delta_bias = inputs
-    return [u[:, :, r], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r]]
+    return [u[:, :, r % u.shape[2]], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r]]
 
 
 def selected_backend(backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32) -> str:
@@ -106,32 +155,45 @@ def _load_triton():
 
 
 def _reference(x: Arguments) -> Tensor:
-    outs = [selective_scan_recurrence(*one_direction(x[:8], r), reverse=flag) for r, flag in enumerate(x.reverse)]
+    outs = [
+        selective_scan_recurrence(*one_direction(x[:8], r), reverse=flag, full_precision=x.full_precision)
+        for r, flag in enumerate(x.reverse)
+    ]
     return torch.stack(outs, 2)
 
 
-def _check(op, directions, u, delta, A, B, C, D, z, delta_bias):
-    """Raise a TypeError or ValueError that names the argument, what it is and what is expected."""
+def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
+    """Raise a TypeError or ValueError that names the argument, what it is and what is expected.
+
+    `routes` is the shape of the route axis, which `selective_scan` does not have.
+    """
     tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "delta_bias": delta_bias}
     if z is not None:
         tensors["z"] = z
     dispatch.check_are_tensors(op, tensors)
-    letters, R = ("(B,T,E)", ()) if directions == 1 else ("(B,T,2,E)", (2,))
-    dispatch.check_leading(op, "u", u, letters, (None, None, *R, None))
+    shared = op == "selective_scan_routes"
+    letters = "".join(f"{size}," for size in routes)
+    in_u = (None,) if shared else routes
+    dispatch.check_leading(op, "u", u, "(B,T,K,E)" if shared else f"(B,T,{letters}E)", (None, None, *in_u, None))
+    if shared and routes[0] % u.shape[2]:
+        raise ValueError(
+            f"{op}: u has {u.shape[2]} sequences, shape {tuple(u.shape)}, expected a divisor of the {routes[0]} routes of reverse"
+        )
     tokens, E = u.shape[:2], u.shape[-1]
-    if A.dim() != len(R) + 2 or A.shape[-1] < 1:
-        letters = "(E,N)" if directions == 1 else "(2,E,N)"
-        raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected {letters} with N at least 1")
+    if A.dim() != len(routes) + 2 or A.shape[-1] < 1:
+        raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected ({letters}E,N) with N at least 1")
+    if not isinstance(full_precision, bool):
+        raise TypeError(f"{op}: full_precision is {full_precision!r}, expected True or False")
     N = A.shape[-1]
-    expected = {"u": tuple(u.shape), "delta": tuple(u.shape), "A": (*R, E, N), "D": (*R, E), "delta_bias": (*R, E)}
-    expected |= {"z": (*tokens, E)} | dict.fromkeys(("B", "C"), (*tokens, *R, N))
+    expected = {"u": tuple(u.shape), "delta": (*tokens, *routes, E), "A": (*routes, E, N), "D": (*routes, E), "delta_bias": (*routes, E)}
+    expected |= {"z": (*tokens, E)} | dict.fromkeys(("B", "C"), (*tokens, *routes, N))
     dispatch.check_others(op, "u", tensors, expected, ("u", "delta", "B", "C", "z"), f" and N {N}")
 
 
 def forward_flops(shape: Sequence[int], state_dim: int) -> int:
-    """For u of shape (B,T,R,E): 2 for each of the `MACS_PER_STATE` multiply-adds of every state at every token.
+    """For delta of shape (B,T,R,E): 2 for each of the `MACS_PER_STATE` multiply-adds of every state at every token.
 
-    Per direction these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the skip D·u and the gate are element-wise and
+    Per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the skip D·u and the gate are element-wise and
     count as free, as do all operations of the reference backend in PyTorch's counter.
     """
     B, T, R, E = shape
@@ -151,7 +213,7 @@ CUSTOM_OP = CustomOp(
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,
-    result_shapes=lambda module, x, keep_states: (x.u.shape, module.states_shape(x.u.shape, x.A.shape[-1], keep_states)),
-    forward_flops=lambda x: forward_flops(x.u, x.A[-1]),
-    backward_flops=lambda x: backward_flops(x.u, x.A[-1]),
+    result_shapes=lambda module, x, keep_states: (x.delta.shape, module.states_shape(x.delta.shape, x.A.shape[-1], keep_states)),
+    forward_flops=lambda x: forward_flops(x.delta, x.A[-1]),
+    backward_flops=lambda x: backward_flops(x.delta, x.A[-1]),
 )

@@ -1,10 +1,10 @@
 """The selective scan in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other device.
 
-The states of a tile, some tokens of some images in all directions, are laid out with channels innermost. Everything except the
+The states of a tile, some tokens of some images on all routes, are laid out with channels innermost. Everything except the
 recurrence itself is done for the whole tile at once, in buffers that are allocated once and stay in the cache. A token of the
-recurrence is then one operation over images, directions, states and channels. From some two thousand elements a token on, combining
-several tokens into one step would cost more passes over the tile than it saves operations. A backward direction is gathered in scan
-order.
+recurrence is then one operation over images, routes, states and channels. From some two thousand elements a token on, combining
+several tokens into one step would cost more passes over the tile than it saves operations. A route that scans back is gathered in
+scan order.
 
 exp(Δ A) is 2^(Δ A log₂e), which has a vectorised form on every CPU. Its exponent is never positive for A < 0, and nothing is divided
 by a decay: no step size overflows.
@@ -36,18 +36,18 @@ _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for u of shape (B,T,R,E), one per tile except the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per tile except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     tokens = _tile_tokens(shape, state_dim)
     return (T + tokens - 1) // tokens - 1 if keep_states else 0, images, R, state_dim, E
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,E) in u's dtype; states in the compute dtype, of shape `states_shape`."""
-    u, N = x.u, x.A.shape[-1]
-    out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    states = torch.empty(states_shape(u.shape, N, keep_states), dtype=compute_dtype(u.dtype), device=u.device)
-    for images in _blocks(u.shape, N):
+    """out (B,T,R,E) in `x.out_dtype`; states in the compute dtype, of shape `states_shape`."""
+    u, shape, N = x.u, x.delta.shape, x.A.shape[-1]
+    out = torch.empty(shape, dtype=x.out_dtype, device=u.device)
+    states = torch.empty(states_shape(shape, N, keep_states), dtype=compute_dtype(u.dtype), device=u.device)
+    for images in _blocks(shape, N):
         scan = _Scan(images, x, buffers=2, vectors=6)
         for number in range(scan.count):
             if keep_states and number:
@@ -61,12 +61,13 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
-    u, z = x.u, x.z
-    du, ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype, device=u.device) for like in (u, x.delta, x.B, x.C))
-    # it is summed over the directions in the compute dtype, and then rounded
-    dz = None if z is None else torch.empty(u.shape, dtype=states.dtype, device=u.device)
+    u, z, shape = x.u, x.z, x.delta.shape
+    # where routes share a sequence, and for the gate, which they all share, the gradient is summed in the compute dtype, and then rounded
+    du = torch.empty(shape, dtype=u.dtype if u.shape == shape else states.dtype, device=u.device)
+    dz = None if z is None else torch.empty(shape, dtype=states.dtype, device=u.device)
+    ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype, device=u.device) for like in (x.delta, x.B, x.C))
     dA, dD, dbias = (torch.zeros(like.shape, dtype=states.dtype, device=u.device) for like in (x.A.mT, x.D, x.delta_bias))
-    for images in _blocks(u.shape, x.A.shape[-1]):
+    for images in _blocks(shape, x.A.shape[-1]):
         scan = _Scan(images, x, buffers=3, vectors=9)
         dout_rows, carry = dout[images].flatten(1, 2), torch.zeros_like(scan.start)
         for number in reversed(range(scan.count)):
@@ -75,6 +76,8 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
             for whole, part in zip((du, ddelta, dB, dC, dz), gradients, strict=True):
                 if whole is not None:
                     scan.scatter(whole, number, part)
+    if u.shape != shape:
+        du = du.unflatten(2, (-1, u.shape[2])).sum(2).to(u.dtype)
     dA, dD, dbias = dA.mT.contiguous().to(x.A.dtype), dD.to(x.D.dtype), dbias.to(x.delta_bias.dtype)
     return du, ddelta, dA, dB, dC, dD, None if z is None else dz.sum(2).to(z.dtype), dbias
 
@@ -108,8 +111,9 @@ class _Scan:
         self.z = None if x.z is None else x.z[images]
         self.A, self.D, self.bias = x.A.mT.to(dtype).contiguous(), x.D.to(dtype), x.delta_bias.to(dtype)
         self.exponents = self.A * math.log2(math.e)
-        self.T, R, _ = x.u.shape[1:]
-        self.length = _tile_tokens(x.u.shape, N)
+        _, self.T, R, _ = shape = x.delta.shape
+        K = x.u.shape[2]
+        self.length = _tile_tokens(shape, N)
         self.count = -(-self.T // self.length)
         self.shape = (len(self.inputs[0]), *self.A.shape)  # (b,R,N,E)
         self.start = torch.zeros(self.shape, dtype=dtype, device=device)
@@ -118,8 +122,10 @@ class _Scan:
         self.buffers = buffers
         tokens = torch.arange(self.T, device=device)
         tokens = torch.stack([tokens.flip(0) if back else tokens for back in x.reverse], 1)  # (T,R), in scan order
+        routes = torch.arange(R, device=device)
         self.tokens = tokens.flatten().split(self.length * R)
-        self.rows = (tokens * R + torch.arange(R, device=device)).flatten().split(self.length * R)
+        self.rows = (tokens * R + routes).flatten().split(self.length * R)
+        self.u_rows = self.rows if K == R else (tokens * K + routes % K).flatten().split(self.length * R)
 
     def scatter(self, target: Tensor, number: int, source: Tensor) -> None:
         """Write a tile's (b,L,R,·) to the places of its tokens in target (B,T,R,·)."""
@@ -144,7 +150,7 @@ class _Tile:
         self.free = [piece[: math.prod(size)].view(size) for piece, size in zip(scan.memory, sizes, strict=True)]
         self.a, self.h = self.free.pop(0), self.free.pop(0)
         u, delta, B, C = scan.inputs
-        self.u, self.raw = self.gather(u, self.rows), self.gather(delta, self.rows).add_(scan.bias)
+        self.u, self.raw = self.gather(u, scan.u_rows[number]), self.gather(delta, self.rows).add_(scan.bias)
         self.B, self.C = (x.index_select(1, self.rows).to(self.a.dtype).view(b, L, R, N) for x in (B, C))
         self.z = None if scan.z is None else self.gather(scan.z, scan.tokens[number])
         self.step = _softplus(self.raw, self.free.pop(), self.free[-1])
@@ -207,12 +213,16 @@ class _Tile:
 
 def _over_states(weights: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """Σ_n weights x: (b,L,R,N) and (b,L,R,N,E) -> out (b,L,R,E)."""
+    if weights.shape[-1] == 1:
+        return torch.mul(weights, x.squeeze(-2), out=out)
     torch.bmm(weights.reshape(-1, 1, weights.shape[-1]), x.flatten(0, 2), out=out.flatten(0, 2).unsqueeze(1))
     return out
 
 
 def _over_channels(x: Tensor, weights: Tensor) -> Tensor:
     """Σ_e x weights: (b,L,R,N,E) and (b,L,R,E) -> (b,L,R,N)."""
+    if x.shape[-2] == 1:
+        return torch.linalg.vecdot(x, weights.unsqueeze(-2))
     return torch.bmm(weights.reshape(-1, 1, weights.shape[-1]), x.flatten(0, 2).mT).view(x.shape[:-1])
 
 

@@ -1,6 +1,6 @@
 """The selective scan in Triton: the backward pass, by recomputation.
 
-One program, a single warp as in `triton_fwd`, walks the channels of one image and direction from the last group of tokens to the
+One program, a single warp as in `triton_fwd`, walks the channels of one image and route from the last group of tokens to the
 first, with the gradient of the state in fp32 registers. A group is done in two loops:
 
  1. Forward from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, which is that of one
@@ -14,10 +14,10 @@ first, with the gradient of the state in fp32 registers. A group is done in two 
 Sums over states and sums over channels are both needed here. A state tile has the shape (n1,e1,n2,e2), with four n2 and eight e2:
 Triton then spreads these over the 32 threads, and each thread has all n1 and e1. A sum over states or over channels thus takes two or
 three shuffles instead of five. Neighbours in memory are neighbours in n1 or e1: if they were neighbours in e2, the wide loads would
-lead Triton to another layout.
+lead Triton to another layout. With a single state, every thread has a channel.
 
-Every program writes its own part of dB, dC and the parameters' gradients, and torch adds them up. There are no atomics: two runs
-give the same bits. A token beyond T has Δ = 0 and changes no state. Shape letters as in `triton_fwd`.
+Every program writes its own part of dB, dC and the parameters' gradients, and of du where routes share a sequence, and torch adds them
+up. There are no atomics: two runs give the same bits. A token beyond T has Δ = 0 and changes no state. Shape letters as in `triton_fwd`.
 """
 
 import torch
@@ -28,6 +28,8 @@ from torch import Tensor
 from ..triton_launch import launch
 from .reference import Arguments
 from .triton_fwd import LOG2E, configs, place, programs, shared_arguments, sigmoid, softplus
+
+SPAN_OF_ONE_STATE = 8
 
 
 @triton.jit
@@ -94,21 +96,24 @@ def backward_kernel(
     E,
     reverse,
     N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GATE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Write du and ddelta, dz per direction, and dB, dC, dA, dD and dbias per program. `x_b`, `x_t`, `x_r` are x's strides."""
+    """Write du, ddelta and dz per route, and dB, dC, dA, dD and dbias per program. `x_b`, `x_t`, `x_r` are x's strides."""
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
-    n = tl.arange(0, N // 4)[:, None] + N // 4 * tl.arange(0, 4)[None, :]
-    c = tl.arange(0, BLOCK // 8)[:, None] + BLOCK // 8 * tl.arange(0, 8)[None, :]
+    STATES: tl.constexpr = 4 if N > 1 else 1  # of the 32 threads, how many lie along the states
+    CHANNELS: tl.constexpr = 32 // STATES
+    n = tl.arange(0, N // STATES)[:, None] + N // STATES * tl.arange(0, STATES)[None, :]
+    c = tl.arange(0, BLOCK // CHANNELS)[:, None] + BLOCK // CHANNELS * tl.arange(0, CHANNELS)[None, :]
     e = channel + c
     inside = e < E
     tile = n[:, None, :, None] * E + channels(e)
     flat = n[:, None, :, None] * BLOCK + channels(c)
     start = first.to(tl.int64)
-    u_ptr += b * u_b + r * u_r + start * u_t
+    u_ptr += b * u_b + (r % K if K else r) * u_r + start * u_t
     delta_ptr += b * delta_b + r * delta_r + start * delta_t
     B_ptr += b * B_b + r * B_r + start * B_t
     C_ptr += b * C_b + r * C_r + start * C_t
@@ -211,29 +216,32 @@ def backward_kernel(
 
 def span(state_dim: int) -> int:
     """Tokens whose decays and states a program holds in registers at once."""
-    return max(1, 32 // state_dim)
+    return max(1, 32 // state_dim) if state_dim > 1 else SPAN_OF_ONE_STATE
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None) -> tuple[Tensor | None, ...]:
     """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
     u, z = x.u, x.z
-    images, T, R, E = u.shape
-    N = x.A.shape[-1]
+    images, T, R, E = shape = x.delta.shape
+    K, N = u.shape[2], x.A.shape[-1]
     arguments = shared_arguments(x)
-    count, SPAN = programs(u.shape), span(N)
+    count, SPAN = programs(shape), span(N)
     blocks = count // (images * R)
 
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=u.device)
 
-    du, ddelta = (torch.empty(u.shape, dtype=u.dtype, device=u.device) for _ in range(2))
+    du = torch.empty(shape, dtype=u.dtype, device=u.device) if K == R else fp32(*shape)
+    ddelta = torch.empty(shape, dtype=u.dtype, device=u.device)
     dB, dC = (fp32(images, T, R, blocks, N) for _ in range(2))
     dA, dD, dbias = fp32(images, R, N, E), fp32(images, R, E), fp32(images, R, E)
     dz = fp32(0) if z is None else fp32(images, T, R, E)
-    arguments |= {"dout_ptr": dout.to(u.dtype).contiguous(), "states_ptr": states.contiguous(), "du_ptr": du, "ddelta_ptr": ddelta}
+    arguments |= {"dout_ptr": dout.to(x.out_dtype).contiguous(), "states_ptr": states.contiguous(), "du_ptr": du, "ddelta_ptr": ddelta}
     arguments |= {"dA_ptr": dA, "dB_ptr": dB, "dC_ptr": dC, "dD_ptr": dD, "dz_ptr": dz, "dbias_ptr": dbias}
     arguments |= {"scratch_ptr": fp32(count, arguments["GROUP"] // SPAN, N, arguments["BLOCK"]), "SPAN": SPAN}
     launch(backward_kernel, configs, (), (count,), arguments, u.device, config or configs()[0])
 
+    if K < R:
+        du = du.unflatten(2, (R // K, K)).sum(2)
     sums = du, ddelta, dA.sum(0).mT, dB.sum(3), dC.sum(3), dD.sum(0), None if z is None else dz.sum(2), dbias.sum(0)
     return tuple(g if g is None else g.to(tensor.dtype).contiguous() for g, tensor in zip(sums, x[:8], strict=True))

@@ -1,8 +1,9 @@
 """The selective scan in Triton: the forward pass, and what it shares with the backward pass.
 
-One program, a single warp, scans 32 channels of one image in one direction. A thread holds all states of a channel in fp32
-registers, and the sum over the states needs no exchange and no barrier. Both directions are one launch: a backward direction counts
-its tokens from the end. The next token is loaded while this one is computed.
+One program, a single warp, scans 32 channels of one image on one route. A thread holds all states of a channel in fp32 registers,
+and the sum over the states needs no exchange and no barrier. All routes are one launch: a route that scans back counts its tokens
+from the end, and a route finds its sequence of u by its number. The next AHEAD tokens are loaded while these are computed: one
+where a token has work enough for its loads, several where a channel has a single state.
 
 exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
@@ -21,10 +22,11 @@ from ..triton_launch import direction_bits, dtype_obstacle, launch
 from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-STATE_DIMS = 8, 16, 32
+STATE_DIMS = 1, 8, 16, 32
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program
 GROUP = 64  # tokens from one kept state to the next: N / 64 of the memory of an fp32 activation
+AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -32,7 +34,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def place(T, R, E, reverse, BLOCK: tl.constexpr):
-    """This program's image (int64), direction and first channel, and the first token and the step of its scan."""
+    """This program's image (int64), route and first channel, and the first token and the step of its scan."""
     program, blocks = tl.program_id(0), tl.cdiv(E, BLOCK)
     r, b = (program // blocks) % R, (program // (blocks * R)).to(tl.int64)
     back = (reverse >> r) & 1
@@ -83,16 +85,18 @@ def forward_kernel(
     E,
     reverse,
     N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GATE: tl.constexpr,
+    AHEAD: tl.constexpr,
     KEEP: tl.constexpr,
 ):
     """Write out and, with KEEP, the state at the start of every group of GROUP tokens except the first. `x_b`, `x_t`, `x_r`: x's strides."""
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     e, n = channel + tl.arange(0, BLOCK), tl.arange(0, N)
     inside = e < E
-    u_ptr += b * u_b + r * u_r + first.to(tl.int64) * u_t
+    u_ptr += b * u_b + (r % K if K else r) * u_r + first.to(tl.int64) * u_t
     delta_ptr += b * delta_b + r * delta_r + first.to(tl.int64) * delta_t
     B_ptr += b * B_b + r * B_r + first.to(tl.int64) * B_t
     C_ptr += b * C_b + r * C_r + first.to(tl.int64) * C_t
@@ -106,36 +110,50 @@ def forward_kernel(
     skip = tl.load(D_ptr + r * E + e, mask=inside, other=0.0)
     bias = tl.load(bias_ptr + r * E + e, mask=inside, other=0.0)
     h = tl.zeros((N, BLOCK), tl.float32)
-    u = tl.load(u_ptr + e, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + e, mask=inside, other=0.0)
-    B = tl.load(B_ptr + n)
-    C = tl.load(C_ptr + n)
-    for i in tl.range(0, T):
-        if KEEP:
-            if (i > 0) & (i % GROUP == 0):
-                tl.store(states_ptr + n[:, None] * E + e[None, :], h, mask=inside[None, :])
-                states_ptr += N * E
-        more = i + 1 < T
+    us = (tl.load(u_ptr + e, mask=inside, other=0.0),)
+    deltas = (tl.load(delta_ptr + e, mask=inside, other=0.0),)
+    Bs = (tl.load(B_ptr + n),)
+    Cs = (tl.load(C_ptr + n),)
+    for k in tl.static_range(1, AHEAD):
         u_ptr += step * u_t
         delta_ptr += step * delta_t
         B_ptr += step * B_t
         C_ptr += step * C_t
-        u_ahead = tl.load(u_ptr + e, mask=inside & more, other=0.0)
-        delta_ahead = tl.load(delta_ptr + e, mask=inside & more, other=0.0)
-        B_ahead = tl.load(B_ptr + n, mask=(n >= 0) & more, other=0.0)
-        C_ahead = tl.load(C_ptr + n, mask=(n >= 0) & more, other=0.0)
-        if GATE:
-            z = tl.load(z_ptr + e, mask=inside, other=0.0).to(tl.float32)
-            z_ptr += step * z_t
+        us += (tl.load(u_ptr + e, mask=inside & (k < T), other=0.0),)
+        deltas += (tl.load(delta_ptr + e, mask=inside & (k < T), other=0.0),)
+        Bs += (tl.load(B_ptr + n, mask=(n >= 0) & (k < T), other=0.0),)
+        Cs += (tl.load(C_ptr + n, mask=(n >= 0) & (k < T), other=0.0),)
+    for i in tl.range(0, T, AHEAD):
+        if KEEP:
+            if (i > 0) & (i % GROUP == 0):
+                tl.store(states_ptr + n[:, None] * E + e[None, :], h, mask=inside[None, :])
+                states_ptr += N * E
+        next_us, next_deltas, next_Bs, next_Cs = (), (), (), ()
+        for k in tl.static_range(AHEAD):
+            more = i + (AHEAD + k) < T
+            u_ptr += step * u_t
+            delta_ptr += step * delta_t
+            B_ptr += step * B_t
+            C_ptr += step * C_t
+            next_us += (tl.load(u_ptr + e, mask=inside & more, other=0.0),)
+            next_deltas += (tl.load(delta_ptr + e, mask=inside & more, other=0.0),)
+            next_Bs += (tl.load(B_ptr + n, mask=(n >= 0) & more, other=0.0),)
+            next_Cs += (tl.load(C_ptr + n, mask=(n >= 0) & more, other=0.0),)
+        for k in tl.static_range(AHEAD):
+            here = inside if k == 0 else inside & (i + k < T)
+            u, delta, B, C = us[k], deltas[k], Bs[k], Cs[k]
+            if GATE:
+                z = tl.load(z_ptr + e, mask=here, other=0.0).to(tl.float32)
+                z_ptr += step * z_t
 
-        size = softplus(delta.to(tl.float32) + bias)
-        h = tl.exp2(exponent * size[None, :]) * h + B.to(tl.float32)[:, None] * (size * u.to(tl.float32))[None, :]
-        y = tl.sum(C.to(tl.float32)[:, None] * h, 0) + skip * u.to(tl.float32)
-        if GATE:
-            y = y * (z * sigmoid(z))
-        tl.store(out_ptr + e, y.to(out_ptr.dtype.element_ty), mask=inside)
-        out_ptr += step * R * E
-        u, delta, B, C = u_ahead, delta_ahead, B_ahead, C_ahead
+            size = softplus(delta.to(tl.float32) + bias)
+            h = tl.exp2(exponent * size[None, :]) * h + B.to(tl.float32)[:, None] * (size * u.to(tl.float32))[None, :]
+            y = tl.sum(C.to(tl.float32)[:, None] * h, 0) + skip * u.to(tl.float32)
+            if GATE:
+                y = y * (z * sigmoid(z))
+            tl.store(out_ptr + e, y.to(out_ptr.dtype.element_ty), mask=here)
+            out_ptr += step * R * E
+        us, deltas, Bs, Cs = next_us, next_deltas, next_Bs, next_Cs
 
 
 def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
@@ -146,14 +164,19 @@ def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for u of shape (B,T,R,E), one per group except the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     return images, R, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, state_dim, E
 
 
-def constants(state_dim: int, gate: bool) -> dict[str, int]:
-    """The compile-time constants of both kernels."""
-    return {"N": state_dim, "BLOCK": BLOCK, "GROUP": GROUP, "GATE": gate}
+def ahead(state_dim: int) -> int:
+    """Tokens that the forward kernel loads at once."""
+    return AHEAD_OF_ONE_STATE if state_dim == 1 else 1
+
+
+def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:
+    """The compile-time constants of both kernels; `shared` is K where routes share sequences, and 0 where each has its own."""
+    return {"N": state_dim, "K": shared, "BLOCK": BLOCK, "GROUP": GROUP, "GATE": gate}
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:
@@ -165,12 +188,14 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     gate = x.u if x.z is None else x.z if x.z.stride(-1) == 1 else x.z.contiguous()
     arguments |= {"z_ptr": gate, "z_b": gate.stride(0), "z_t": gate.stride(1)}
     arguments |= {f"{name}_ptr": tensor.float().contiguous() for name, tensor in (("A", x.A), ("D", x.D), ("bias", x.delta_bias))}
-    _, T, R, E = x.u.shape
-    return arguments | {"T": T, "R": R, "E": E, "reverse": direction_bits(x.reverse)} | constants(x.A.shape[-1], x.z is not None)
+    _, T, R, E = x.delta.shape
+    K = x.u.shape[2]
+    arguments |= {"T": T, "R": R, "E": E, "reverse": direction_bits(x.reverse)}
+    return arguments | constants(x.A.shape[-1], x.z is not None, K if K < R else 0)
 
 
 def programs(shape: Sequence[int]) -> int:
-    """How many programs a launch has for u of shape (B,T,R,E)."""
+    """How many programs a launch has for delta of shape (B,T,R,E)."""
     images, _, R, E = shape
     return images * R * -(-E // BLOCK)
 
@@ -181,10 +206,10 @@ def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,E) in u's dtype; states in fp32, of shape `states_shape`. For sizes that are not `unsupported`."""
-    u = x.u
-    out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    states = torch.empty(states_shape(u.shape, x.A.shape[-1], keep_states), dtype=torch.float32, device=u.device)
-    arguments = shared_arguments(x) | {"out_ptr": out, "states_ptr": states, "KEEP": keep_states}
-    launch(forward_kernel, configs, (), (programs(u.shape),), arguments, u.device, config or configs()[0])
+    """out (B,T,R,E) in `x.out_dtype`; states in fp32, of shape `states_shape`. For sizes that are not `unsupported`."""
+    shape, N = x.delta.shape, x.A.shape[-1]
+    out = torch.empty(shape, dtype=x.out_dtype, device=x.u.device)
+    states = torch.empty(states_shape(shape, N, keep_states), dtype=torch.float32, device=x.u.device)
+    arguments = shared_arguments(x) | {"out_ptr": out, "states_ptr": states, "AHEAD": ahead(N), "KEEP": keep_states}
+    launch(forward_kernel, configs, (), (programs(shape),), arguments, x.u.device, config or configs()[0])
     return out, states

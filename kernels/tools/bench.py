@@ -49,7 +49,7 @@ def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], A
 def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]:
     """A call of one forward pass under inference mode, or of one forward and backward pass, all gradients wanted."""
     function, inputs = make(device)
-    inputs = [x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
+    inputs = [x if x is None else x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
     with torch.no_grad():
         dout = torch.ones_like(function(*inputs))
 
@@ -58,7 +58,7 @@ def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]
             return function(*inputs)
 
     def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*inputs), inputs, dout)
+        return torch.autograd.grad(function(*inputs), [x for x in inputs if x is not None], dout)
 
     return forward if passes == FORWARD else forward_backward
 

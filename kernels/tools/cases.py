@@ -65,7 +65,7 @@ class Cases(abc.ABC):
     op: ModuleType
     triton_fwd: ModuleType
     triton_bwd: ModuleType
-    INPUTS: tuple[str, ...]  # the names of its tensor inputs
+    INPUTS: tuple[str, ...]  # the names of its tensor inputs; one that some sizes do without is None there
     ACTIVATIONS: tuple[str, ...]  # those that a layer under autocast gives it in low precision
     OPTIONS: tuple[str, ...] = ()  # the sizes that `op.selected_backend` takes
     FLOOR: float = 0.0  # errors are relative to a norm of at least this
@@ -83,7 +83,7 @@ class Cases(abc.ABC):
     COMPILED: Sequence[Mapping[str, Any]] = ({},)  # the options of `compile_time` that `resources` compiles
 
     @abc.abstractmethod
-    def draw(self, seed: int, sizes: Any, device: Any = "cpu") -> list[Tensor]:
+    def draw(self, seed: int, sizes: Any, device: Any = "cpu") -> list[Tensor | None]:
         """The inputs and the gradient dout of the output, fp64, of values that the low precisions have."""
 
     @abc.abstractmethod
@@ -111,7 +111,7 @@ class Cases(abc.ABC):
         """Sizes to time."""
 
     @abc.abstractmethod
-    def layer_inputs(self, sizes: Any, device: torch.device) -> list[Tensor]:
+    def layer_inputs(self, sizes: Any, device: torch.device) -> list[Tensor | None]:
         """Inputs as a layer gives them: activations in bf16, parameters in fp32."""
 
     @abc.abstractmethod

@@ -50,22 +50,24 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def cast(cases: Cases, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def cast(cases: Cases, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
     """An operator's inputs (and dout, if it follows them) as a layer has them: its activations and dout in `dtype`, the others in fp32.
 
-    For fp64 all are fp64.
+    For fp64 all are fp64. An input that these sizes do without stays None.
     """
     names = (*cases.INPUTS, "dout")[: len(inputs)]
     low = {*cases.ACTIVATIONS, "dout"}
-    return [x.to(dtype if name in low else compute_dtype(dtype)) for name, x in zip(names, inputs, strict=True)]
+    dtypes = [dtype if name in low else compute_dtype(dtype) for name in names]
+    return [x if x is None else x.to(own) for x, own in zip(inputs, dtypes, strict=True)]
 
 
-def differentiate(cases: Cases, inputs: Sequence[Tensor], sizes: Sizes, backend: str) -> dict[str, Tensor]:
+def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, backend: str) -> dict[str, Tensor]:
     """`out` and the gradient of each input by name, by the public operator, from its inputs and dout."""
     *leaves, dout = inputs
-    leaves = [x.detach().requires_grad_() for x in leaves]
+    leaves = [x if x is None else x.detach().requires_grad_() for x in leaves]
+    given = {name: x for name, x in zip(cases.INPUTS, leaves, strict=True) if x is not None}
     out = cases.bind(sizes)(*leaves, backend=backend)
-    return dict(zip(("out", *cases.INPUTS), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+    return dict(zip(("out", *given), (out.detach(), *torch.autograd.grad(out, list(given.values()), dout.to(out.dtype))), strict=True))
 
 
 def run_kernels(
@@ -79,7 +81,7 @@ def run_kernels(
     """As `differentiate`, by the Triton kernels themselves, of inputs that are `cast` to `dtype`."""
     *arguments, dout = cast(cases, inputs, dtype)
     results = cases.kernels(cases.arguments(arguments, sizes), dout, config, backward_config)
-    return dict(zip(("out", *cases.INPUTS), results, strict=True))
+    return {name: x for name, x in zip(("out", *cases.INPUTS), results, strict=True) if x is not None}
 
 
 @functools.lru_cache(maxsize=16)

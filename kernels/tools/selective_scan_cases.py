@@ -1,10 +1,13 @@
-"""The cases of the selective scan. Shape letters: B samples, T tokens, R directions, E channels, N states of a channel.
+"""The cases of the selective scan: Vim's two directions of 16 states, MambaVision's one of 8, VMamba's four routes of one.
 
-mamba-ssm's own operator has the layout (B,E,T) and one direction. For timing it gets its cheapest equivalent: inputs in that layout,
-those of the second direction and its gate flipped beforehand, two calls, and one flip of the second output.
+Shape letters: B samples, T tokens, K sequences, R routes, E channels, N states of a channel.
+
+mamba-ssm's own operator has the layout (B,E,T) and one direction. For timing, Vim's shapes give it its cheapest equivalent: inputs
+in that layout, those of the second direction and its gate flipped beforehand, two calls, and one flip of the second output.
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -13,83 +16,125 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..selective_scan import op, selective_scan, selective_scan_bidir, triton_bwd, triton_fwd
+from ..selective_scan import op, selective_scan, selective_scan_bidir, selective_scan_routes, triton_bwd, triton_fwd
 from ..selective_scan.op import one_direction
 from ..selective_scan.reference import Arguments
 from . import cases
 from .cases import BOTH, ROUNDING, TOKENS, Check, Maker, in_directions, normal_drawer
 from .check import cast, judge_peer, make_row
+from .resources import Compilation
 
 CHANNELS = (384, 768, 1536)  # Vim-T, S, B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples, T tokens, E channels of N states, with the gate z, a direction for each flag of `reverse`."""
+    """One shape: B samples, T tokens, E channels of N states, a route for each flag of `reverse`.
+
+    The routes scan `sequences`, or each one its own where that is 0; with the gate z or without; `full_precision` is the operator's.
+    """
 
     channels: int
     state_dim: int = 16
     reverse: tuple[bool, ...] = BOTH
+    sequences: int = 0
+    gate: bool = True
+    full_precision: bool = False
+
+    @property
+    def u_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.tokens, self.sequences or len(self.reverse), self.channels
 
     def tensor_bytes(self) -> tuple[int, int]:
         """u, delta, B, C and z; out."""
         tokens, R = self.batch * self.tokens * 2, len(self.reverse)
-        rows, readings, gate = tokens * R * self.channels, tokens * R * self.state_dim, tokens * self.channels
-        return 2 * rows + 2 * readings + gate, rows
+        inputs = (self.u_shape[2] + R) * self.channels + 2 * R * self.state_dim + self.gate * self.channels
+        return tokens * inputs, tokens * R * self.channels * (2 if self.full_precision else 1)
 
     def flop_of(self, passes: str) -> int:
         return getattr(op, f"{passes}_flops")((self.batch, self.tokens, len(self.reverse), self.channels), self.state_dim)
 
 
+VMAMBA: dict[str, Any] = {"state_dim": 1, "reverse": (False, False, True, True), "sequences": 2, "gate": False, "full_precision": True}
+MAMBAVISION: dict[str, Any] = {"state_dim": 8, "reverse": (False,), "gate": False}
+
+
 class SelectiveScanCases(cases.Cases):
     def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
         """The kernels' own error in sums over T, plus the rounding of results that are in `dtype`."""
-        return (1e-4 if sizes.tokens > 1000 else 1e-5) + (ROUNDING[dtype] if name in ("out", *self.ACTIVATIONS) else 0.0)
+        rounded = name in self.ACTIVATIONS or (name == "out" and not sizes.full_precision)
+        return (1e-4 if sizes.tokens > 1000 else 1e-5) + (ROUNDING[dtype] if rounded else 0.0)
 
-    def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
+    def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor | None]:
         """fp64: parameters have values of fp32, the others of bf16. Step sizes from 1e-3 to 5, rates to −20."""
         normal = normal_drawer(seed, dtype=torch.float64)
         images, T, R, E, N = sizes.batch, sizes.tokens, len(sizes.reverse), sizes.channels, sizes.state_dim
-        u, delta, dout = (normal(images, T, R, E).bfloat16() for _ in range(3))
+        u, delta, dout = (normal(*shape).bfloat16() for shape in (sizes.u_shape, *[(images, T, R, E)] * 2))
         B, C = (normal(images, T, R, N).bfloat16() for _ in range(2))
         A, D, bias = -torch.exp(normal(R, E, N)), normal(R, E), normal(R, E, scale=2.0, mean=-2.0)
-        z = normal(images, T, E).bfloat16()
-        return [x.double().to(device) for x in (u, delta, A.float(), B, C, D.float(), z, bias.float(), dout)]
+        z = normal(images, T, E).bfloat16() if sizes.gate else None
+        drawn = (u, delta, A.float(), B, C, D.float(), z, bias.float(), dout)
+        return [None if x is None else x.double().to(device) for x in drawn]
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
-        return in_directions(selective_scan_bidir, selective_scan, one_direction, sizes.reverse)
+        if sizes.sequences:
+            options = {"reverse": sizes.reverse, "full_precision": sizes.full_precision}
+            return functools.partial(selective_scan_routes, **options)
+        return in_directions(selective_scan_bidir, selective_scan, one_direction, sizes.reverse, full_precision=sizes.full_precision)
 
-    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Arguments:
-        return Arguments(*inputs, list(sizes.reverse))
+    def arguments(self, inputs: Sequence[Tensor | None], sizes: Sizes) -> Arguments:
+        return Arguments(*inputs, list(sizes.reverse), sizes.full_precision)
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
         lengths = (1, 2, 5) if interpreted else (1, 2, 3, 63, 64, 65, 196, 197, 784)
-        return [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
+        vim = [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
+        return vim if interpreted else [*vim, *(Sizes(batch=2, tokens=tokens, channels=48, **VMAMBA) for tokens in lengths)]
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
         yield "two groups of tokens", Sizes(batch=1, tokens=66, channels=8)
         yield from (("states", Sizes(batch=1, tokens=17, channels=40, state_dim=N)) for N in triton_fwd.STATE_DIMS)
+        yield from (("VMamba's routes", Sizes(batch=1, tokens=tokens, channels=40, **VMAMBA)) for tokens in (1, 8, 19))
+        yield "routes that share a sequence", Sizes(batch=1, tokens=9, channels=8, reverse=(False, True, True), sequences=1)
+        yield "MambaVision's window", Sizes(batch=2, tokens=9, channels=40, **MAMBAVISION)
         yield from (("direction", Sizes(batch=1, tokens=17, channels=40, reverse=(flag,))) for flag in BOTH)
 
     def shapes(self) -> list[Sizes]:
-        return [Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in TOKENS]
+        """Of Vim at all lengths; VMamba-B's first and third stage at 224 pixels, and MambaVision-B's third, whose windows are 14 x 14."""
+        vim = [Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in TOKENS]
+        vmamba = [Sizes(tokens=tokens, channels=channels, **VMAMBA) for tokens, channels in ((3136, 256), (196, 1024))]
+        return [*vim, *vmamba, Sizes(tokens=196, channels=256, **MAMBAVISION)]
 
-    def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
-        """delta, B and C have the direction first in memory and are slices of batched products; z is a slice of a wider projection."""
+    def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor | None]:
+        """delta, B and C have the route first in memory and are slices of batched products; z is a slice of a wider projection."""
         normal = normal_drawer(0, device)
-        images, T, E, N = sizes.batch, sizes.tokens, sizes.channels, sizes.state_dim
-        u = normal(images, T, 2, E).bfloat16()
-        delta = normal(2, images, T, E).bfloat16().permute(1, 2, 0, 3)
-        parts = normal(2, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)  # the first slice is delta's low rank, D / 16
-        z = normal(images, T, 2 * E).bfloat16()[..., E:]
-        A = -torch.arange(1.0, N + 1, device=device).expand(2, E, N).contiguous()
-        return [u, delta, A, parts[..., -2 * N : -N], parts[..., -N:], torch.ones(2, E, device=device), z, normal(2, E) - 4]
+        images, T, R, E, N = sizes.batch, sizes.tokens, len(sizes.reverse), sizes.channels, sizes.state_dim
+        u = normal(*sizes.u_shape).bfloat16()
+        delta = normal(R, images, T, E).bfloat16().permute(1, 2, 0, 3)
+        parts = normal(R, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)  # the first slice is delta's low rank, D / 16
+        z = normal(images, T, 2 * E).bfloat16()[..., E:] if sizes.gate else None
+        A = -torch.arange(1.0, N + 1, device=device).expand(R, E, N).contiguous()
+        return [u, delta, A, parts[..., -2 * N : -N], parts[..., -N:], torch.ones(R, E, device=device), z, normal(R, E) - 4]
 
-    def compile_time(self, dtype: torch.dtype, state_dim: int = 16, gate: bool = True) -> tuple[dict[str, Any], dict[str, Any], tuple]:
-        constants = triton_fwd.constants(state_dim, gate) | {"SPAN": triton_bwd.span(state_dim)}
-        return {"state_dim": state_dim, "gate": gate}, constants, (dtype,)
+    def compile_time(
+        self, dtype: torch.dtype, state_dim: int = 16, gate: bool = True, sequences: int = 0
+    ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+        """`sequences` is K where routes share sequences, as VMamba's do; else 0."""
+        constants = triton_fwd.constants(state_dim, gate, sequences) | {
+            "SPAN": triton_bwd.span(state_dim),
+            "AHEAD": triton_fwd.ahead(state_dim),
+        }
+        return {"state_dim": state_dim, "gate": gate, "sequences": sequences}, constants, (dtype,)
+
+    def compilation(self, name: str, dtype: str, number: int = 0, **options: Any) -> Compilation:
+        """VMamba's output, with its gradient, and the parts of du, which are then added up, are fp32."""
+        one = super().compilation(name, dtype, number, **options)
+        fp32 = {"out", "dout", "du"} if options.get("sequences") else set()
+        return dataclasses.replace(one, operands=[operand for operand in one.operands if operand not in fp32])
 
     def peers(self, sizes: Sizes) -> dict[str, Maker]:
+        if sizes.reverse != BOTH:
+            return {}
+
         def make(device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor]]:
             return mamba_ssm, [x.contiguous() for x in in_its_layout(self.layer_inputs(sizes, device))]
 
@@ -158,4 +203,5 @@ CASES = SelectiveScanCases(
         "selective_scan_backward": (triton_fwd, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("u", "delta", "B", "C", "z", "out", "dout", "du", "ddelta"),
+    COMPILED=({}, {"state_dim": 8, "gate": False}, {"state_dim": 1, "gate": False, "sequences": 2}),
 )

@@ -57,7 +57,8 @@ def resources_table(rows: Iterable[Mapping[str, Any]]) -> str:
             shown = rest if holds_the_rest else row["loops"]
             loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown)
             numbers = f"{row['registers']} | {row['stack_bytes']} | {row['shared_bytes']} | {_spills(row)} | {loops}"
-            lines.append(f"| `{row['operator']}` {_pass(row)} | {row['target']} | {numbers} |")
+            states = f", N {row['config']['state_dim']}" if "state_dim" in row["config"] else ""
+            lines.append(f"| `{row['operator']}` {_pass(row)}{states} | {row['target']} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -96,7 +97,8 @@ def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in rows:
         width = "heads" if "heads" in row else "channels"
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
-        cells.setdefault((row[width], tokens, row["passes"], row["batch"]), {})[row["implementation"]] = row
+        size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
+        cells.setdefault((size, tokens, row["passes"], row["batch"]), {})[row["implementation"]] = row
     names = list(dict.fromkeys(name for found in cells.values() for name in found))
     lines = [f"| {width} | T | passes | {' | '.join(names)} | share of copy | peak MiB |", "|" + "---|" * (len(names) + 5)]
     for (size, tokens, passes, _), found in cells.items():

@@ -22,8 +22,8 @@ COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g
 def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
-    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, for a backbone with an adapter also
-    `macs_g_paper_convention`, see `repro.measure.adapted`; `saved_at_1280_percent`, the multiply-adds that Vittt saves against its
+    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, also with `macs_g_paper_convention`
+    where the papers count otherwise, see `repro.measure.flops.Cost`; `saved_at_1280_percent`, the multiply-adds that Vittt saves against its
     baseline by size; `dwconv_params_m`, the parameters that the 3x3 depth-wise convolution adds by size.
 
     Raises:

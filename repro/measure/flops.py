@@ -49,7 +49,8 @@ class Cost:
         macs: multiply-adds for one image.
         method: `analytic` for a closed form, `counter` for a counted forward pass.
         param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the counter.
-        paper_terms: of a backbone with its adapter, the terms of the papers' convention (see `adapted`), which add up to their number.
+        paper_terms: the terms of the papers' convention, which add up to their number: of a backbone with its adapter (see `adapted`),
+            and of a family whose authors count otherwise than we do (its `paper_mac_terms`); empty for others.
     """
 
     num_params: int
@@ -82,7 +83,8 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> 
     param_terms, mac_terms = found
     if sum(param_terms.values()) != num_params:
         raise ValueError(f"{name}: the closed form has {sum(param_terms.values())} parameters, the model {num_params}")
-    return Cost(num_params, sum(mac_terms.values()), "analytic", param_terms, mac_terms)
+    paper_terms = model.paper_mac_terms(image_size) if hasattr(model, "paper_mac_terms") else {}
+    return Cost(num_params, sum(mac_terms.values()), "analytic", param_terms, mac_terms, paper_terms)
 
 
 def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]] | None:

@@ -286,17 +286,20 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
     return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
 
 
-def register_sizes(model_class: type[Backbone], sizes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Register a family with timm, without weights: `sizes` maps the name of each model to the arguments that build it."""
+def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]], **names: str) -> None:
+    """Register a family with timm, without weights: `sizes` maps the name of each model to the arguments that build it.
+
+    `names` are `first_conv` and `classifier` of timm's configuration, where they are not those of `default_cfg`.
+    """
     module = model_class.__module__
-    configs = {f"{name}.untrained": default_cfg(options.get("img_size", 224)) for name, options in sizes.items()}
+    configs = {f"{name}.untrained": default_cfg(options.get("img_size", 224)) | names for name, options in sizes.items()}
     sys.modules[module].default_cfgs = generate_default_cfgs(configs)
     for name, options in sizes.items():
         _register(model_class, name, module, options)
 
 
-def _register(model_class: type[Backbone], name: str, module: str, options: Mapping[str, Any]) -> None:
-    def entrypoint(pretrained: bool = False, **kwargs: Any) -> Backbone:
+def _register(model_class: type[nn.Module], name: str, module: str, options: Mapping[str, Any]) -> None:
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(model_class, name, pretrained, **{**options, **kwargs})
 
     entrypoint.__name__ = entrypoint.__qualname__ = name

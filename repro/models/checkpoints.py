@@ -22,8 +22,8 @@ from .reading import Reading
 from .registry import build_model, family_module
 from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
 
-# options that depend on the data and the training and are not part of the architecture
-_OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate"}
+# options that depend on the data and the training and are not part of the architecture; no weight depends on MambaVision's windows
+_OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate", "windows"}
 Size = int | tuple[int, int]
 
 

@@ -1,7 +1,7 @@
 """Four feature maps of an image for dense tasks, from any backbone.
 
-A plain backbone becomes a `Pyramid` through a ViT-Adapter (`adapter.ViTAdapter`); a hierarchical one (timm's Swin, ConvNeXt, ResNet
-and others) has maps of its own (`NativePyramid`).
+A plain backbone becomes a `Pyramid` through a ViT-Adapter (`adapter.ViTAdapter`); a hierarchical one (this project's, or timm's Swin,
+ConvNeXt, ResNet and others) has maps of its own (`NativePyramid`).
 """
 
 import inspect
@@ -17,9 +17,11 @@ from ..core.errors import UserError
 from .adapter import STRIDES, AdapterSize, ClasslessViT, Features, Pyramid, ViTAdapter, pad_to_stride
 from .backbone import PlainBackbone
 from .checkpoints import Checkpoint, require_same_architecture
+from .hierarchy import Hierarchy
 from .registry import build_model
 from .weights import adapt_to_size, classifier_names, load_state
 
+EPS = 1e-5  # of the maps' norms, as in the releases of Swin, VMamba, MambaVision and H-ViT3
 _ANY_SIZE = {"strict_img_size": False, "always_partition": True}  # with these, timm's Swin takes images of any size
 
 
@@ -27,7 +29,7 @@ class NativePyramid(Pyramid):
     """A hierarchical backbone with timm's feature interface.
 
     What follows the last map, final norm and head, is removed. Each map gets a LayerNorm over its channels, as in the releases of
-    Swin and ConvNeXt for detection and segmentation.
+    Swin and ConvNeXt for detection and segmentation. Images are not padded for a `Hierarchy`, whose grids are rounded up.
 
     Args:
         backbone: a model with `feature_info` and `forward_intermediates`.
@@ -54,14 +56,15 @@ class NativePyramid(Pyramid):
             setattr(backbone, name, nn.Identity())
         self._removed = before - set(backbone.state_dict())
         self._heads = tuple(f"{name}." for name in heads)
-        self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
+        self.norms = nn.ModuleList(LayerNorm2d(channels, eps=EPS) for channels in self.channels)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(B, 3, H, W) -> four maps; a UserError if the backbone does not take images of this size."""
-        images = pad_to_stride(images)
+        if not isinstance(self.backbone, Hierarchy):
+            images = pad_to_stride(images)
         try:
             maps = self.backbone.forward_intermediates(images, indices=self.indices, intermediates_only=True)
-        except AssertionError as error:  # how timm refuses a size
+        except (AssertionError, ValueError) as error:  # how timm and a Hierarchy refuse a size
             height, width = images.shape[-2:]
             raise UserError(f"{type(self.backbone).__name__} does not take images of {height}x{width} pixels: {error}") from None
         return [norm(level) for norm, level in zip(self.norms, maps, strict=True)]

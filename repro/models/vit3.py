@@ -21,6 +21,7 @@ from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefix
 
 EPS = 1e-6
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
+Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, C/2)
 
 
 class InnerTraining(nn.Module):
@@ -52,13 +53,19 @@ class InnerTraining(nn.Module):
         for weight in (self.w1, self.w2, self.w3):
             nn.init.trunc_normal_(weight, std=0.02)
 
-    def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode)."""
+    def forward(self, x_BNC: Tensor, grid: Grid, rotation: Rotation | None = None) -> Tensor:
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode).
+
+        With a `rotation`, the queries and keys of the heads are turned by `rotate` before they are split into heads.
+        """
         projected = self.qkv(x_BNC)
         # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in
         # fp16, and in bf16 one of eight elements of w does not move at all
         with _full_precision(x_BNC.device.type):
             heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(self.split_sizes, dim=-1)
+            if rotation is not None:
+                qk, v = heads.split([2 * self.proj.out_features, self.proj.out_features], dim=-1)
+                heads = torch.cat((rotate(qk.unflatten(-1, (2, -1)), rotation).flatten(-2), v), dim=-1)
             out = torch.cat((self._learn_glu(heads), self._learn_conv(conv, grid)), dim=-1)
         return self.proj(out.to(projected.dtype))
 
@@ -166,6 +173,13 @@ class ViT3(Backbone):
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the official release under our names; they differ only for the patch convolution."""
     return rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the channels 2j and 2j + 1 of x (B, N, ..., C), as real and imaginary part, by the angle j of their token."""
+    cos, sin = (part.reshape(len(part), *(1,) * (x.ndim - 3), -1) for part in rotation)
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).flatten(-2)
 
 
 def _full_precision(device_type: str) -> contextlib.AbstractContextManager:

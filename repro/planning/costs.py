@@ -1,7 +1,7 @@
 """The cost functions that the stages name in their rows of the table.
 
 Each takes a `Planner` and the stage's params, or {cell: params}, and returns rows. Hours of a training are its images over the
-throughput of one GPU; its evaluations are left out (under 1 % of ImageNet's 300 epochs).
+throughput of one GPU; its evaluations are left out (under 1 % of ImageNet's 300 epochs), and so is a teacher's forward pass.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from typing import Any
 
 from ..benchmark.params import ADAPTER
 from ..data.kinds import KINDS
-from ..measure.adapted import adapted_cost
+from ..measure.adapted import pyramid_cost
 from ..measure.flops import cost
 from ..measure.speed import row_id
 from .planner import Planner, PlanRow, TrainingData, TrainingSpeed
 
 BYTES_PER_VALUE = 4  # fp32
-STRIDE = 32  # to multiples of which the adapter pads an image
+STRIDE = 32  # to multiples of which images are padded
 
 
 def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
@@ -83,13 +83,13 @@ def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
 
 
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
-    """Charge one training for each seed of a backbone with its adapter; the disk space is unknown.
+    """Charge one training for each seed of a backbone with its adapter or its own maps; the disk space is unknown.
 
     Where the speed is estimated, the heads are not counted, and the hours are a lower bound.
     """
     data = planner.find_data(cell, params.data)
     padded = tuple(-(-side // STRIDE) * STRIDE for side in image_size)
-    counted = planner.count(cell, adapted_cost, params.model, padded, params.options)
+    counted = planner.count(cell, pyramid_cost, params.model, padded, params.options)
     speed = planner.find_speed(params, counted.macs)
     bound = "at least, without the heads: " if speed.source == "estimated" else ""
     seen = f"{bound}{len(params.seeds) * _count_images(params, data):,} images"

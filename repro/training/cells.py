@@ -1,5 +1,6 @@
 """Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
 
+import copy
 import dataclasses
 import functools
 import os
@@ -318,6 +319,9 @@ def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int |
         task = job.task
         try:
             task.model.load_state_dict(dump["model"])
+            if "teacher" in dump:
+                task.teacher = copy.deepcopy(task.model).eval()
+                task.teacher.load_state_dict(dump["teacher"])
         except RuntimeError:
             raise UserError(f"{file}: was written by a different model than {of_cell.where}") from None
         task.model.train()

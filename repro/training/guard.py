@@ -39,6 +39,8 @@ def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, 
     if task.ranks.first:
         content = {"step": step, "epoch": epoch, "number": number, "world_size": task.ranks.world_size}
         content |= {"accumulate": training.accumulate, "scale": scale, "model": task.model.state_dict(), "ranks": seen}
+        if task.teacher is not None:
+            content["teacher"] = task.teacher.state_dict()
         with atomic(path) as temporary:
             torch.save(content, temporary)
     raise Diverged(

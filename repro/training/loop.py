@@ -37,7 +37,11 @@ class Task(abc.ABC):
         batch_size: images per step, over all ranks together.
         device: the device of the model.
         ranks: the processes that train together.
+
+    `teacher` is the moving average of the weights, in eval mode, in epochs whose loss asks it (`TrainParams.teacher_from`), else None.
     """
+
+    teacher: nn.Module | None = None
 
     def __init__(
         self, model: nn.Module, train: Any, held_out: Mapping[str, Any], *, batch_size: int, device: torch.device, ranks: Ranks = Ranks()
@@ -138,6 +142,8 @@ def fit(
             epoch = len(run.curve)  # an epoch that was stopped before its evaluation has no batches left, and is evaluated
             start = run.step - epoch * steps
             task.model.train()
+            if params.teacher_from is not None and epoch >= params.teacher_from * params.epochs:
+                task.teacher = training.ema.module
             for number, batch in enumerate(watch.time_waiting(task.batches(epoch, start)), start):
                 rng = rng_state()
                 numbers = forward_backward(task, training, batch, params.optim.clip_grad_norm)

@@ -121,6 +121,11 @@ class TrainParams:
         """Whether a forward pass in training takes an even number of images."""
         return False
 
+    @property
+    def teacher_from(self) -> float | None:
+        """The share of the epochs after which the loss also asks the moving average of the weights; None for never."""
+        return None
+
     def resolve_precision(self, device: Any) -> str:
         """The precision on a device: `fp32`, `bf16` or `fp16`."""
         if self.precision != "auto":

@@ -1,5 +1,6 @@
 """What the bench times and how it counts: the peers get the work that ours get, bytes and FLOPs are those of the tensors."""
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -168,6 +169,19 @@ def test_bytes_and_flop_of_the_selective_scan():
     # Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N multiply-adds in each direction
     assert sizes.flop(FORWARD) == 2 * (3 + 1) * (2 * 10 * 2 * 32 * 16)
     assert sizes.flop(BOTH_PASSES) == 3 * sizes.flop(FORWARD)
+
+
+def test_bytes_and_flop_of_vmambas_routes():
+    """u is read once for two routes each, and the output is fp32; there is no gate."""
+    sizes = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32, **selective_scan_cases.VMAMBA)
+    inputs = selective_scan_cases.CASES.layer_inputs(sizes, CPU)
+    activations = sum(x.nbytes for x in inputs if x is not None and x.dtype == torch.bfloat16)
+    assert activations == 2 * 10 * (2 * 32 + 4 * 32 + 2 * 4) * 2
+    assert sizes.bytes(FORWARD) == activations + 2 * 10 * 4 * 32 * 4
+    assert sizes.flop(FORWARD) == 2 * 4 * (2 * 10 * 4 * 32)
+    assert bench.op_step(
+        lambda device: (functools.partial(selective_scan_cases.CASES.bind(sizes), backend="torch"), inputs), BOTH_PASSES, CPU
+    )()
 
 
 def test_bytes_and_flop_of_bi_wkv():

@@ -210,6 +210,17 @@ def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
         assert spills(found) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(("dtype", "target"), [("bf16", 90), ("bf16", 80), ("fp16", 89), ("fp32", 90)])
+@pytest.mark.parametrize("kernel", ["selective_scan_forward", "selective_scan_backward"])
+def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
+    """VMamba's: several tokens at once, nothing between threads but the sums over channels of dB and dC."""
+    found = OPERATORS["selective_scan"].compilation(kernel, dtype, state_dim=1, gate=False, sequences=2).read(target)
+    assert found["loops"] and found["shared_bytes"] == 0 and spills(found) == (0, 0, 0)
+    sums = 2 * 5 * scan_bwd.span(1) if kernel == "selective_scan_backward" else 0  # of 32 threads, five steps each
+    assert max(loop["SHFL"] for loop in found["loops"]) == sums
+    assert found["registers"] <= 240
+
+
 @pytest.mark.parametrize(
     ("kernel", "gate", "state_dim"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)]
 )

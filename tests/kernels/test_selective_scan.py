@@ -1,4 +1,4 @@
-"""What is the selective scan's own among its tests: the official release's tensors, the gate, tiles, large steps, its errors."""
+"""What is the selective scan's own among its tests: the official releases' tensors, routes, the gate, tiles, large steps, its errors."""
 
 from pathlib import Path
 
@@ -7,15 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.selective_scan import selective_scan, selective_scan_bidir, torch_path
+from kernels import dispatch
+from kernels.selective_scan import selective_scan, selective_scan_bidir, selective_scan_routes, torch_path
 from kernels.selective_scan.op import CUSTOM_OP, one_direction
+from kernels.tools import check
 from kernels.tools.check import differentiate, relative_error, relative_errors
 from kernels.tools.selective_scan_cases import CASES as cases
-from kernels.tools.selective_scan_cases import Sizes
+from kernels.tools.selective_scan_cases import VMAMBA, Sizes
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
-OFFICIAL = Path(__file__).parents[1] / "data" / "vim_scan.npz"
+DATA = Path(__file__).parents[1] / "data"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 
 
@@ -28,9 +30,78 @@ def assert_near_reference(sizes, inputs=None, limit=1e-9):
 
 @BACKENDS
 def test_official_release(backend):
-    data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items()}
+    data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(DATA / "vim_scan.npz").items()}
     inputs = [data[name].mT if name in ("u", "delta", "B", "C", "z") else data[name] for name in INPUTS]
     assert relative_error(selective_scan(*inputs, backend=backend), data["out"].mT) < 1e-6
+
+
+@BACKENDS
+@pytest.mark.parametrize(("release", "routes"), [("vmamba", 4), ("mambavision", 1)])
+def test_scan_of_hierarchical_releases(release, routes, backend):
+    """VMamba's four routes of one state, MambaVision's one of eight: the output and every gradient. There, routes lie in the channels."""
+    data = {
+        key.removeprefix("scan/"): torch.from_numpy(x) for key, x in np.load(DATA / f"{release}.npz").items() if key.startswith("scan/")
+    }
+
+    def by_route(name, x):
+        if name in ("u", "delta", "out"):
+            return x.unflatten(1, (routes, -1)).permute(0, 3, 1, 2)  # (B,R·E,T) -> (B,T,R,E)
+        return x.permute(0, 3, 1, 2) if name in ("B", "C") else x.unflatten(0, (routes, -1))  # (B,R,N,T) -> (B,T,R,N); (R·E,...)
+
+    inputs = [None if name == "z" else by_route(name, data[f"inputs/{name}"]).requires_grad_() for name in INPUTS]
+    out = selective_scan_routes(*inputs, reverse=[False] * routes, backend=backend)
+    assert relative_error(out, by_route("out", data["out"])) < 1e-6
+    out.backward(by_route("out", data["grad_out"]))
+    errors = {
+        name: relative_error(x.grad, by_route(name, data[f"grads/{name}"])) for name, x in zip(INPUTS, inputs, strict=True) if x is not None
+    }
+    assert len(errors) == 7 and max(errors.values()) < 2e-6, errors
+
+
+@BACKENDS
+def test_routes_are_single_calls(backend):
+    """Five routes over K = 1 and over K = 5 sequences, in any pattern of directions, with a gate."""
+    reverse = (False, True, True, False, True)
+    for sequences in (1, 5):
+        inputs = draw(0, Sizes(batch=2, tokens=13, channels=6, state_dim=3, reverse=reverse, sequences=sequences))[:-1]
+        out = selective_scan_routes(*inputs, reverse=reverse, backend=backend)
+        u, *rest = inputs
+        for r, back in enumerate(reverse):
+            alone = one_direction([u if sequences > 1 else u.expand(-1, -1, 5, -1), *rest], r)
+            assert relative_error(out[:, :, r], selective_scan(*alone, reverse=back, backend=backend)) < 1e-12
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_full_precision_leaves_out_the_last_rounding(dtype, backend):
+    """In the dtype of the state; rounded, it is the output of the usual call, and so are the gradients of that dout."""
+    sizes = Sizes(batch=2, tokens=17, channels=6)
+    *inputs, dout = check.cast(cases, draw(0, sizes), dtype)
+    results = {}
+    for full in (False, True):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = selective_scan_bidir(*leaves, full_precision=full, backend=backend)
+        results[full] = [out.to(dtype), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+        assert out.dtype == (dispatch.compute_dtype(dtype) if full else dtype)
+    assert all(map(torch.equal, *results.values()))
+    full = selective_scan_bidir(*inputs, full_precision=True, backend=backend)
+    exact = selective_scan_bidir(*(x.double() for x in inputs), backend="reference")
+    assert relative_error(full, exact) < 1e-5
+    one = selective_scan(*one_direction(inputs), full_precision=True, backend=backend)
+    assert one.dtype == full.dtype and relative_error(one, full[:, :, 0]) < 1e-6
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_opcheck_of_routes(keep):
+    """Shared sequences, no gate, a full-precision output of fp16 inputs: the fake kernels say shapes and dtypes of what comes."""
+    sizes = Sizes(batch=2, tokens=7, channels=4, **VMAMBA)
+    *inputs, dout = check.cast(cases, draw(0, sizes), torch.float16)
+    arguments = cases.arguments([x if x is None else x.requires_grad_() for x in inputs], sizes)
+    torch.library.opcheck(CUSTOM_OP.forward, (*arguments, "torch", keep))
+    out, states = CUSTOM_OP.forward(*cases.arguments([x if x is None else x.detach() for x in inputs], sizes), "torch", True)
+    assert out.dtype == torch.float32 and out.shape == dout.shape
+    detached = cases.arguments([x if x is None else x.detach() for x in inputs], sizes)
+    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *detached, "torch"))
 
 
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
@@ -54,10 +125,10 @@ def test_opcheck_without_a_gate():
     *inputs, _ = draw(0, Sizes(batch=1, tokens=11, channels=4, state_dim=3))
     inputs[INPUTS.index("z")] = None
     leaves = [x if x is None else x.clone().requires_grad_() for x in inputs]
-    torch.library.opcheck(CUSTOM_OP.forward, (*leaves, [False, True], "torch", True))
-    out, states = CUSTOM_OP.forward(*inputs, [False, True], "torch", True)
-    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *inputs, [False, True], "torch"))
-    assert CUSTOM_OP.backward(out, states, *inputs, [False, True], "torch")[INPUTS.index("z")].numel() == 0
+    torch.library.opcheck(CUSTOM_OP.forward, (*leaves, [False, True], False, "torch", True))
+    out, states = CUSTOM_OP.forward(*inputs, [False, True], False, "torch", True)
+    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *inputs, [False, True], False, "torch"))
+    assert CUSTOM_OP.backward(out, states, *inputs, [False, True], False, "torch")[INPUTS.index("z")].numel() == 0
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 100), (5, 23), (3, 16)], ids=["tiles", "blocks", "one even tile"])
@@ -141,3 +212,21 @@ def test_wrong_arguments():
         selective_scan_bidir(inputs[0][:, :, :1], *inputs[1:])
     with pytest.raises(ValueError, match=r"A has shape \(4, 3\), expected \(2,E,N\) with N at least 1"):
         selective_scan_bidir(*inputs[:2], inputs[2][0], *inputs[3:])
+    with pytest.raises(TypeError, match="selective_scan_bidir: full_precision is 1, expected True or False"):
+        selective_scan_bidir(*inputs, full_precision=1)
+
+
+def test_wrong_arguments_of_routes():
+    sizes = Sizes(batch=1, tokens=6, channels=4, **VMAMBA)
+    inputs = dict(zip(INPUTS, draw(0, sizes)[:-1], strict=True))
+    for reverse in (True, None, [], [0, 1, 0, 1], "ffbb"):
+        with pytest.raises(TypeError, match="selective_scan_routes: reverse is .*, expected a flag, True or False, for each route"):
+            selective_scan_routes(*inputs.values(), reverse=reverse)
+    with pytest.raises(ValueError, match=r"u has 2 sequences, shape \(1, 6, 2, 4\), expected a divisor of the 3 routes of reverse"):
+        selective_scan_routes(*inputs.values(), reverse=[False, True, True])
+    with pytest.raises(ValueError, match=r"A has shape \(4, 4\), expected \(4,E,N\) with N at least 1"):
+        selective_scan_routes(*(inputs | {"A": inputs["A"][..., 0]}).values(), reverse=sizes.reverse)
+    with pytest.raises(ValueError, match=r"delta has shape \(1, 6, 2, 4\), expected \(1, 6, 4, 4\) beside u \(1, 6, 2, 4\) and N 1"):
+        selective_scan_routes(*(inputs | {"delta": inputs["u"]}).values(), reverse=sizes.reverse)
+    with pytest.raises(ValueError, match=r"u has shape \(1, 6, 4\), expected \(B,T,K,E\)"):
+        selective_scan_routes(*(inputs | {"u": inputs["u"][:, :, 0]}).values(), reverse=sizes.reverse)

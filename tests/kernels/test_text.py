@@ -59,6 +59,8 @@ def test_times_have_a_column_for_each_implementation():
     assert long == [str(sizes["heads"]), str(sizes["tokens"]), "forward", "0.300", "0.600", "–", "50 %", "10"]
     assert short[1:] == ["196", "forward", "0.010", "–", "–", "–", "–"]
     by_levels = cells(text.times_table([{**bench_row("triton", 1.0, "ms_deform_attn"), "levels": n} for n in (1, 3)]))
+    by_states = cells(text.times_table([{**bench_row("triton", 1.0, "selective_scan"), "state_dim": n} for n in (16, 1)]))
+    assert [row[0] for row in by_states[1:]] == [f"{OPERATORS['selective_scan'].COMPARED.channels}, N {n}" for n in (16, 1)]
     assert [row[1] for row in by_levels[1:]] == [f"{OPERATORS['ms_deform_attn'].COMPARED.tokens}, L {n}" for n in (1, 3)]
 
 
@@ -82,6 +84,9 @@ def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
         {**shared, "kernel": "ttt_linear_forward", "config": {"chunk_size": 64}},
         {**shared, "operator": "bi_wkv", "kernel": "bi_wkv_forward", "config": {"channels": 192}, "loops": [second, first]},
     ]
+    scan = {**shared, "operator": "selective_scan", "kernel": "selective_scan_forward", "loops": [first]}
+    by_states = cells(text.resources_table([{**scan, "config": {"state_dim": n}} for n in (16, 1)]))
+    assert [row[0] for row in by_states[1:]] == [f"`selective_scan` forward, N {n}" for n in (16, 1)]
     header, *found = cells(text.resources_table(rows))
     assert [row[0] for row in found] == ["`ttt_linear` forward", "`ttt_linear` backward", "`bi_wkv` forward"]
     assert all(row[1:-1] == ["sm_90", "168", "0", "8192", "3"] for row in found) and len(header) == len(found[0])

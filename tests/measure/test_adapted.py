@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from repro.measure.adapted import adapted_cost
+from repro.measure.adapted import adapted_cost, pyramid_cost
 from repro.measure.flops import cost
 from repro.papers import load_primary
 
@@ -85,3 +85,11 @@ def test_what_has_no_adapter_is_an_error():
         adapted_cost("resnet10t", (64, 64))
     with pytest.raises(ValueError, match="64x80: not a multiple of 32"):
         adapted_cost("vittt_nano_patch16_144", (64, 80))
+
+
+def test_maps_of_any_backbone():
+    """Of an adapter the same counts; of a hierarchical backbone its closed form without the head, and two vectors for each map's norm."""
+    adapted, found = counted("vittt_nano_patch16_144", (64, 96)), pyramid_cost("vittt_nano_patch16_144", (64, 96))
+    assert (found.num_params, found.macs, found.method) == (adapted.num_params, adapted.macs, "counter")
+    own, found = cost("hvit3_nano_144", {"num_classes": 0}, (70, 96)), pyramid_cost("hvit3_nano_144", (70, 96))
+    assert found.macs == own.macs and found.num_params == own.num_params - own.param_terms["batch_norm"] + 2 * (16 + 32 + 64 + 96)

@@ -7,11 +7,18 @@ from torch import Tensor, nn
 import repro.models  # noqa: F401  registers the models
 from repro.models.weights import adapt_to_size, load_state, translate_official
 
+HIERARCHICAL = ("hvit3", "mambavision", "vmamba")  # families of `Hierarchy`
+
+
+def nano_name(family: str) -> str:
+    """The registered name of a family's small model for images of 144 x 144 pixels."""
+    return f"{family}_nano_144" if family in HIERARCHICAL else f"{family}_nano_patch16_144"
+
 
 def nano(family: str, **options) -> nn.Module:
     """A family's small model with ten classes, in eval mode; always the same weights."""
     torch.manual_seed(0)
-    return timm.create_model(f"{family}_nano_patch16_144", **{"num_classes": 10, **options}).eval()
+    return timm.create_model(nano_name(family), **{"num_classes": 10, **options}).eval()
 
 
 def shaken(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What holds for every family: timm's interface, the PlainBackbone protocol, independence of images, and torch.compile."""
+"""What holds for every family: timm's interface, the PlainBackbone protocol or four maps, independence of images, and torch.compile."""
 
 import os
 import sys
@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from repro.models.backbone import PlainBackbone, remove_tokens
-from tests.models.helpers import nano, shaken
+from repro.models.hierarchy import Hierarchy
+from tests.models.helpers import HIERARCHICAL, nano, nano_name, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
 OWN = "vittt", "vim", "vrwkv", "vit3"
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
-VARIANTS = [
+PLAIN_VARIANTS = [
     *FAMILIES,
     *(("vittt", {"pool": pool}) for pool in ("max", "head", "mid")),
     ("vittt", {"pool": "double", "w0": "shared"}),
@@ -23,6 +24,7 @@ VARIANTS = [
     ("vittt", {"w0": "frozen", "chunk_size": 0}),
     ("vrwkv", {"post_norm": True}),
 ]
+VARIANTS = [*PLAIN_VARIANTS, *((family, {}) for family in HIERARCHICAL)]
 
 
 def named(cases):
@@ -30,6 +32,7 @@ def named(cases):
 
 
 each_family = pytest.mark.parametrize(("family", "options"), named(FAMILIES))
+each_hierarchy = pytest.mark.parametrize("family", HIERARCHICAL)
 each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
 
 
@@ -39,12 +42,22 @@ def gradients(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.Te
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def frozen_statistics(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in training mode, but for batch norms, whose statistics would mix the images of a batch."""
+    for module in model.train().modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
 def test_registered_names():
     for family in OWN:
         assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in SIZES}
+    for family in HIERARCHICAL:
+        assert set(timm.list_models(f"{family}_*")) == {*(f"{family}_{size}_224" for size in ("tiny", "small", "base")), nano_name(family)}
 
 
-@pytest.mark.parametrize(("family", "options"), named([case for case in VARIANTS if case is not DEIT]))
+@pytest.mark.parametrize(("family", "options"), named([case for case in PLAIN_VARIANTS if case is not DEIT]))
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
 def test_any_grid_and_the_protocol(family, options, size):
     """Running the parts one by one equals running the model, and intermediates are the tokens between its blocks."""
@@ -70,6 +83,55 @@ def test_any_grid_and_the_protocol(family, options, size):
 def test_sizes_off_the_patch_grid_are_refused(family, size):
     with pytest.raises(ValueError, match="multiples of the patch size 16"):
         shaken(nano(family, depth=1))(torch.randn(1, 3, *size))
+
+
+@each_hierarchy
+@pytest.mark.parametrize("size", [(144, 144), (64, 112), (32, 32), (33, 95)])
+def test_any_size_and_the_maps_of_a_hierarchy(family, size):
+    """Grids are rounded up; running the stages one by one equals running the model, and the maps are those before each downsampling."""
+    model, image = shaken(nano(family)), torch.randn(2, 3, *size)
+    grids = [tuple(-(-side // stride) for side in size) for stride in (4, 8, 16, 32)]
+    assert isinstance(model, Hierarchy) and not isinstance(model, PlainBackbone) and model.grids_of(*size) == grids
+    with torch.no_grad():
+        final, maps = model.forward_intermediates(image)
+        x = model.patch_embed(image)
+        for stage, found in zip(model.stages, maps, strict=True):
+            x = stage(x)
+            torch.testing.assert_close(found, x)
+            x = stage.downsample(x) if stage.downsample is not None else x
+        torch.testing.assert_close(model.norm(x), final)
+        torch.testing.assert_close(model.forward_features(image), final)
+        torch.testing.assert_close(model.forward_head(final), model(image))
+        torch.testing.assert_close(model.head(final.mean((2, 3))), model(image))
+        (last,) = model.forward_intermediates(image, 1, norm=True, intermediates_only=True)
+        early, (second,) = model.forward_intermediates(image, [1], stop_early=True)
+    assert [m.shape for m in maps] == [(2, width, *grid) for width, grid in zip(model.widths, grids, strict=True)]
+    assert model(image).shape == (2, 10) and torch.equal(last, final) and torch.equal(second, early) and torch.equal(second, maps[1])
+
+
+@each_hierarchy
+def test_features_of_a_hierarchy_agree_with_feature_info(family):
+    whole = nano(family)
+    backbone = timm.create_model(nano_name(family), features_only=True, out_indices=(0, 2))
+    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [(1, whole.widths[0], 24, 16), (1, whole.widths[2], 6, 4)]
+    assert backbone.feature_info.channels() == [whole.widths[0], whole.widths[2]] and backbone.feature_info.reduction() == [4, 16]
+    kept = {
+        f"model.{name}" for name, _ in whole.named_parameters() if not name.startswith(("stages.2.downsample", "stages.3", "norm", "head"))
+    }
+    assert {name for name, _ in backbone.named_parameters()} == kept
+
+
+@each_hierarchy
+def test_the_head_of_a_hierarchy_is_replaced(family):
+    model, image = nano(family), torch.randn(1, 3, 64, 64)
+    model.reset_classifier(3, "avg")
+    assert model(image).shape == (1, 3) and model.get_classifier().out_features == model.num_classes == 3
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(image), model.forward_head(model.forward_features(image), pre_logits=True))
+    with pytest.raises(ValueError, match="global_pool 'max': the head of this model stands on the mean"):
+        model.reset_classifier(3, "max")
+    with pytest.raises(ValueError, match="output_fmt 'NLC'"):
+        model.forward_intermediates(image, output_fmt="NLC")
 
 
 @pytest.mark.parametrize(("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv")), *((f, "chunks") for f in OWN)])
@@ -105,7 +167,7 @@ def test_features_only_agrees_with_feature_info(family, options):
 
 @each_variant
 def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(family, options):
-    model = shaken(nano(family, **options)).train()
+    model = frozen_statistics(shaken(nano(family, **options)))
     image = torch.randn(2, 3, 64, 80)
     plain = gradients(model, image)
     model.set_grad_checkpointing(True)
@@ -159,7 +221,7 @@ def test_no_gradient_crosses_from_image_to_image(family, options):
 
 
 def assert_compiled_equals_eager(family, options, backend):
-    model = shaken(nano(family, depth=1, **options))
+    model = shaken(nano(family, **({} if family in HIERARCHICAL else {"depth": 1}), **options))
     image = torch.randn(2, 3, 32, 48)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(image), model(image))
@@ -170,7 +232,7 @@ def assert_compiled_equals_eager(family, options, backend):
         torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-4, atol=1e-5)
 
 
-@each_family
+@pytest.mark.parametrize(("family", "options"), named([*FAMILIES, *((family, {}) for family in HIERARCHICAL)]))
 def test_compiled_equals_eager(family, options):
     assert_compiled_equals_eager(family, options, "aot_eager")
 

@@ -30,6 +30,12 @@ NATIVE = [
     ("resnet_nano", {}, (8, 16, 32, 64)),
     ("swinv2_tiny_window8_256", SMALL_SWIN, (8, 16, 32, 64)),
 ]
+OURS = [
+    ("hvit3_nano_144", {}, (16, 32, 64, 96)),
+    ("vmamba_nano_144", {}, (16, 32, 64, 128)),
+    ("mambavision_nano_144", {}, (16, 32, 64, 128)),
+]
+ALL_NATIVE = [*NATIVE, *OURS]
 
 
 def trained(folder: Path, name: str = NANO, side: int = 144, **options) -> tuple[Path, torch.nn.Module]:
@@ -63,7 +69,19 @@ def test_channels_and_strides(name, options, channels, height, width):
     assert all(torch.equal(a, b) for a, b in zip(maps, of_padded, strict=True))
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+@pytest.mark.parametrize(("name", "options", "channels"), OURS)
+@torch.no_grad()
+def test_a_hierarchy_of_ours_is_not_padded(name, options, channels):
+    """70 x 90 pixels: 18 x 23 positions, and half of them, rounded up, from map to map."""
+    pyramid = native(name, options)
+    maps = pyramid(torch.randn(1, 3, 70, 90))
+    grids = ((18, 23), (9, 12), (5, 6), (3, 3))
+    assert isinstance(pyramid, NativePyramid) and pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
+    assert [tuple(m.shape) for m in maps] == [(1, c, *grid) for c, grid in zip(channels, grids, strict=True)]
+    assert {norm.eps for norm in pyramid.norms} == {1e-5}
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)
 def test_native_maps_are_timms_with_a_norm(name, options, channels):
     """timm's own `features_only` model of the same weights, built for this size and with full windows, before our norms."""
     swin = "swin" in name
@@ -79,18 +97,21 @@ def test_native_maps_are_timms_with_a_norm(name, options, channels):
             torch.testing.assert_close(found, (expected - mean) / (var + norm.eps).sqrt(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+@pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)
 def test_every_native_parameter_gets_a_gradient_and_a_frozen_backbone_none(name, options, channels):
     image = torch.randn(2, 3, 64, 96)
     for frozen in (False, True):
         pyramid = shaken(native(name, options, drop_path_rate=0.1, freeze_backbone=frozen)).train()
+        for module in pyramid.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()  # statistics of a batch take its gradient from the bias before them
         assert pyramid.backbone.training != frozen and not (frozen and any(m.training for m in pyramid.backbone.modules()))
         sum((m * torch.randn_like(m)).sum() for m in pyramid(image)).backward()
         trained = {name for name, p in pyramid.named_parameters() if p.grad is not None and p.grad.any()}
         assert trained == {name for name, _ in pyramid.named_parameters() if not frozen or name.startswith("norms.")}
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+@pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)
 def test_recomputing_native_blocks_changes_nothing(name, options, channels):
     pyramid, gradients = shaken(native(name, options)).train(), []
     for module in pyramid.modules():
@@ -177,7 +198,7 @@ def test_layer_decay_without_a_matcher_is_one_line(monkeypatch):
         native("resnet_nano", {}).group_matcher()
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), NATIVE)
+@pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)
 @pytest.mark.parametrize("kind", ["own", "timm"])
 def test_every_key_of_a_classifier_is_accounted_for_in_a_native_pyramid(tmp_path, name, options, channels, kind):
     if kind == "own":

@@ -5,10 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from repro.core.config import build
+from repro.core.errors import UserError
 from repro.data.settings import TransformSettings
-from repro.tasks.classification.params import MixParams
+from repro.tasks.classification.params import ClassifierParams, MesaParams, MixParams
 from repro.tasks.classification.task import Classification, accuracy
 
 
@@ -23,9 +26,11 @@ def image_of(*rows):
     return torch.tensor(rows, dtype=torch.float32)[:, None, :, None].repeat(1, 3, 1, 1)
 
 
-def task(mix):
+def task(mix, mesa=None):
     as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
-    return Classification(Table(), [], {"val": []}, batch_size=2, transform=as_is, mix=mix, num_classes=3, device=torch.device("cpu"))
+    return Classification(
+        Table(), [], {"val": []}, batch_size=2, transform=as_is, mix=mix, mesa=mesa, num_classes=3, device=torch.device("cpu")
+    )
 
 
 def test_accuracy_counts_every_image_once():
@@ -71,3 +76,93 @@ def test_mixup_by_hand():
         log_sum = math.log(sum(math.exp(v) for v in mixed))
         total += lam * (log_sum - mixed[t_own]) + (1 - lam) * (log_sum - mixed[t_other])
     assert float(loss) == pytest.approx(total / 2, rel=1e-5)
+
+
+class Scaled(Table):
+    """A teacher whose logits are others, and which cannot learn from the pupil's loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([-1.0, 0.5, 2.0]))
+
+    def forward(self, images):
+        assert not torch.is_grad_enabled()
+        return super().forward(images) * self.scale
+
+
+@pytest.mark.parametrize(("mixup", "temperature"), [(0.8, 1.0), (0.0, 1.0), (0.8, 3.0)])
+def test_mesa_by_hand(mixup, temperature):
+    """loss + weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, z' and z of the same mixed images."""
+    rows, targets = ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]), torch.tensor([1, 2])
+    mix = MixParams(mixup=mixup, cutmix=0, label_smoothing=0.1)
+    np.random.seed(5)
+    alone = task(mix)
+    plain = alone.loss(alone.model, (image_of(*rows), targets))
+    made = task(mix, MesaParams(weight=1.5, temperature=temperature))
+    np.random.seed(5)
+    before = made.loss(made.model, (image_of(*rows), targets))
+    assert plain.keys() == before.keys() == {"loss"} and torch.equal(plain["loss"], before["loss"])  # no teacher yet
+    made.teacher = Scaled()
+    np.random.seed(5)
+    found = made.loss(made.model, (image_of(*rows), targets))
+    lam = 1.0
+    if mixup:
+        np.random.seed(5)
+        np.random.rand()
+        lam = float(np.float32(np.random.beta(0.8, 0.8)))
+    divergence = 0.0
+    for own, other in (rows, rows[::-1]):
+        mixed = [lam * a + (1 - lam) * b for a, b in zip(own, other, strict=True)]
+        pupil, teacher = softmax([z / temperature for z in mixed]), softmax([z * s / temperature for z, s in zip(mixed, (-1.0, 0.5, 2.0))])
+        divergence += sum(p * math.log(p / q) for p, q in zip(teacher, pupil, strict=True))
+    assert found.keys() == {"loss", "loss_mesa"}
+    assert float(found["loss_mesa"]) == pytest.approx(1.5 * divergence / 2, rel=1e-5)
+    assert float(found["loss"]) == pytest.approx(float(plain["loss"]) + 1.5 * divergence / 2, rel=1e-5)
+
+
+def softmax(logits):
+    exponentials = [math.exp(z) for z in logits]
+    return [e / sum(exponentials) for e in exponentials]
+
+
+def test_the_gradient_of_mesa_is_that_of_the_cross_entropy_with_the_teachers_answer():
+    logits, taught = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    made = task(MixParams(mixup=0, cutmix=0, label_smoothing=0), MesaParams(weight=2.0))
+    made.teacher = lambda images: taught
+    loss = made.loss(lambda images: logits, (torch.zeros(4, 3, 3, 3), torch.tensor([0, 1, 2, 0])))["loss_mesa"]
+    (found,) = torch.autograd.grad(loss, logits)
+    (expected,) = torch.autograd.grad(2 * F.cross_entropy(logits, taught.softmax(1)), logits)
+    torch.testing.assert_close(found, expected)
+
+
+CELL = {
+    "model": "",
+    "data": "",
+    "epochs": 8,
+    "batch_size": 2,
+    "drop_path": 0.0,
+    "optim": {"lr": 0.1},
+    "mix": {},
+    "transform": {"image_size": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesa": {"weight": 1.0}}, "cell: mesa: the teacher is the moving average of the weights; set ema_decay"),
+        ({"mesa": {"weight": 0.0}, "ema_decay": 0.9}, "cell.mesa.weight: 0.0 is out of range, must be > 0"),
+        ({"mesa": {"weight": 1.0, "temperature": 0.0}, "ema_decay": 0.9}, "cell.mesa.temperature: 0.0 is out of range"),
+        ({"mesa": {"weight": 1.0, "start_fraction": 1.5}, "ema_decay": 0.9}, "cell.mesa.start_fraction: 1.5 is out of range"),
+        ({"mesa": {"start": 0.5}, "ema_decay": 0.9}, "cell.mesa.start: unknown key"),
+    ],
+)
+def test_mesa_that_means_nothing_is_one_line(changes, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build(ClassifierParams, CELL | changes, "cell")
+    assert "\n" not in str(caught.value)
+
+
+def test_where_mesa_starts():
+    assert build(ClassifierParams, CELL, "cell").teacher_from is None
+    assert build(ClassifierParams, CELL | {"mesa": {"weight": 1.0}, "ema_decay": 0.9}, "cell").teacher_from == 0.25

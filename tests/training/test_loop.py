@@ -1,6 +1,7 @@
 """The loop on a small real task: what it computes, and that a stopped run ends where an uninterrupted one does."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -25,6 +26,7 @@ class Regression:
 
     batch_size, steps_per_epoch, device, ranks = 8, 5, torch.device("cpu"), Ranks()
     curve_split = reported_split = "val"
+    teacher = None
 
     def __init__(self, before_step=lambda number: None):
         torch.manual_seed(3)
@@ -344,6 +346,76 @@ def test_moving_average_by_hand(tmp_path):
     assert all(torch.equal(averaged[name], resumed[name]) for name in averaged)
 
 
+class Taught(Regression):
+    """Adds the distance from the teacher's answer, and notes in which steps there was a teacher, and its weights."""
+
+    def __init__(self, before_step=lambda number: None):
+        super().__init__(before_step)
+        self.asked = {}
+
+    def loss(self, network, batch):
+        losses = super().loss(network, batch)
+        if self.teacher is None:
+            return losses
+        assert not self.teacher.training
+        self.asked[self.number] = [p.detach().clone() for p in self.teacher.parameters()]
+        with torch.no_grad():
+            answer = self.teacher(batch[0])
+        distance = (network(batch[0]) - answer).square().mean()
+        return {**losses, "loss": losses["loss"] + distance, "loss_mesa": distance}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithTeacher(TrainParams):
+    start: float = 0.0
+
+    @property
+    def teacher_from(self):
+        return self.start
+
+
+def train_taught(folder, task, start, **more):
+    params = WithTeacher(model="", data="", batch_size=8, drop_path=0.0, optim=OPTIM, epochs=4, ema_decay=0.9, start=start)
+    watch = Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100)
+    cadence = {"save_every_steps": 2, "checkpointer": Checkpointer(folder, lambda line: None), "snapshot": lambda epoch, model: None}
+    run, evaluated = fit(task, params, **cadence, watch=watch, **more)
+    return evaluated.state_dict(), run.curve
+
+
+@pytest.mark.parametrize(("start", "first"), [(0.0, 0), (0.25, 1), (0.3, 2), (0.75, 3), (1.0, 4)])
+def test_a_teacher_is_the_moving_average_before_the_step_from_an_epoch_on(tmp_path, start, first):
+    seen = []
+    task = Taught(lambda number: seen.append([p.detach().clone() for p in task.model.parameters()]))
+    _, curve = train_taught(tmp_path, task, start)
+    assert sorted(task.asked) == list(range(5 * first + 1, 21))
+    assert [row["epoch"] for row in curve if "train_loss_mesa" in row] == list(range(first + 1, 5))
+    average = seen[0]
+    for step, weights in enumerate(seen, 1):
+        average = [0.9 * a + 0.1 * w for a, w in zip(average, weights, strict=True)] if step > 1 else average
+        for mine, expected in zip(task.asked.get(step, average), average, strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+def test_a_teacher_that_never_comes_changes_nothing(tmp_path):
+    taught, curve = train_taught(tmp_path / "a", Taught(), 1.0)
+    plain, plain_curve = train(tmp_path / "b", ema_decay=0.9, epochs=4)
+    assert all(torch.equal(taught[name], plain[name]) for name in plain)
+    assert [row["train_loss"] for row in curve] == [row["train_loss"] for row in plain_curve]
+
+
+@pytest.mark.parametrize("step", [9, 11, 13, 18])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_killed_run_with_a_teacher_ends_like_an_uninterrupted_one(tmp_path, step, accumulate):
+    more = {"accumulate": accumulate}
+    expected, expected_curve = train_taught(tmp_path / "whole", Taught(), 0.5, **more)
+    with pytest.raises(Killed):
+        train_taught(tmp_path / "cut", Taught(kill_at(step * accumulate)), 0.5, **more)
+    weights, curve = train_taught(tmp_path / "cut", Taught(), 0.5, **more)
+    assert all(torch.equal(expected[name], weights[name]) for name in expected) and curve == expected_curve
+    untaught, _ = train_taught(tmp_path / "untaught", Taught(), 1.0, **more)
+    assert not torch.equal(untaught["0.weight"], expected["0.weight"])
+
+
 def test_fp16_lowers_its_scale_where_gradients_overflow(tmp_path):
     """The first steps are skipped until the scale fits; the run then learns, and a stopped one continues with its scale."""
     weights, curve = train(tmp_path / "a", Loud(), precision="fp16", epochs=4)
@@ -455,12 +527,12 @@ def test_clipping_bounds_the_first_update(tmp_path):
     assert norm == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
+@pytest.mark.parametrize(("accumulate", "mesa"), [(1, None), (2, None), (2, 1.5)])
+def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate, mesa):
     """With erasing, mixup, stochastic depth and parts of a batch: the loss that training saw is the dump's, and the replay's."""
     from repro.data.settings import TransformSettings
     from repro.models.registry import build_model
-    from repro.tasks.classification.params import MixParams
+    from repro.tasks.classification.params import MesaParams, MixParams
     from repro.tasks.classification.task import Classification
     from repro.training.loop import RunState, TrainingState, forward_backward
 
@@ -471,8 +543,14 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     torch.manual_seed(0)
     model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2, drop_path_rate=0.5).train()
     made_of = {"transform": TransformSettings(image_size=32, re_prob=0.5), "mix": MixParams(mixup=0.8, cutmix=1.0)}
+    made_of["mesa"] = MesaParams(weight=mesa) if mesa else None
     task = Classification(model, Loader([0]), {"val": None}, batch_size=8, num_classes=10, device=torch.device("cpu"), **made_of)
-    parts = TrainingState(task, settings(epochs=1, optim=OptimParams(lr=1e-3)), accumulate)
+    parts = TrainingState(task, settings(epochs=1, optim=OptimParams(lr=1e-3), ema_decay=0.9 if mesa else None), accumulate)
+    if mesa:
+        task.teacher = parts.ema.module
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
     seen, inner = [], task.loss
     task.loss = lambda network, batch: (losses := inner(network, batch), seen.append(losses["loss"].item()))[0]
     batch = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
@@ -488,5 +566,8 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate):
     assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate
     assert list(of_the_dump["statistics"]["own"]["inner_losses"]) == ["blocks.0.mixer", "blocks.1.mixer"]
     set_rng_state(of_the_dump["rng"])
+    assert ("teacher" in dump) == bool(mesa)
+    if mesa:
+        task.teacher.load_state_dict(dump["teacher"])
     again = diagnose(task, batch, parts.autocast, dump["accumulate"], dump["scale"])
     assert again["loss"] == trained[-1] and again["outputs"] == of_the_dump["statistics"]["outputs"]

@@ -44,7 +44,7 @@ class Classify(TaskSpec):
     def build_task(self, datasets: Datasets, params: ClassifierParams, **parts: Any) -> Any:
         from .task import Classification
 
-        return Classification(transform=params.transform, mix=params.mix, num_classes=len(datasets.classes), **parts)
+        return Classification(transform=params.transform, mix=params.mix, mesa=params.mesa, num_classes=len(datasets.classes), **parts)
 
     def describe(self, model: Any, params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
         options, preprocessing = self._options(params, classes), params.transform.preprocessing()

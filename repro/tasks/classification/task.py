@@ -14,7 +14,7 @@ from ...data.classification import Batch, ToInput
 from ...data.loader import EvalLoader, TrainLoader
 from ...data.settings import TransformSettings
 from ...training.loop import Task
-from .params import MixParams
+from .params import MesaParams, MixParams
 
 
 class Classification(Task):
@@ -24,6 +24,7 @@ class Classification(Task):
         transform: makes inputs of the model from batches.
         mix: softens the targets; a mixed batch must be even, and the parts of a batch are mixed each within itself.
         num_classes: number of classes of the data set.
+        mesa: how much the loss asks the `teacher`, in epochs that have one.
         model, train, held_out, shared: see `Task`.
     """
 
@@ -36,23 +37,32 @@ class Classification(Task):
         transform: TransformSettings,
         mix: MixParams,
         num_classes: int,
+        mesa: MesaParams | None = None,
         **shared: Any,
     ):
         super().__init__(model, train, held_out, **shared)
         self.train_input, self.eval_input = ToInput(transform, self.device, training=True), ToInput(transform, self.device)
-        self.label_smoothing = mix.label_smoothing
+        self.label_smoothing, self.mesa = mix.label_smoothing, mesa
         self.mixup = None
         if mix.mixup or mix.cutmix:
             chances = {"prob": mix.prob, "switch_prob": mix.switch_prob, "label_smoothing": mix.label_smoothing}
             self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Cross-entropy with softened targets."""
+        """Cross-entropy with softened targets; with a teacher also MESA's divergence, weighted, and the sum of both as the loss."""
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
-        if self.mixup is None:
-            return {"loss": F.cross_entropy(network(images).float(), targets, label_smoothing=self.label_smoothing)}
-        images, soft = self.mixup(images, targets)
-        return {"loss": F.cross_entropy(network(images).float(), soft)}
+        smoothing = self.label_smoothing
+        if self.mixup is not None:
+            (images, targets), smoothing = self.mixup(images, targets), 0.0  # which softens them itself
+        logits = network(images).float()
+        loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        if self.teacher is None:
+            return {"loss": loss}
+        with torch.no_grad():
+            taught = self.teacher(images).float()
+        own, taught = (F.log_softmax(z / self.mesa.temperature, dim=1) for z in (logits, taught))
+        divergence = self.mesa.weight * F.kl_div(own, taught, reduction="batchmean", log_target=True)
+        return {"loss": loss + divergence, "loss_mesa": divergence}
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Top-1 and top-5 in percent and the plain cross-entropy over a whole split, whatever the number of ranks."""

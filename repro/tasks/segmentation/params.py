@@ -35,7 +35,7 @@ class SegmentationTransformSettings:
         scale: [long, short]; an image is resized, its ratio kept, to the largest size whose sides do not exceed these.
         ratio: [smallest, largest]; in training `scale` is first multiplied by a number drawn from this range.
         crop_size: side of the random training crop and of the windows of evaluation, in pixels.
-        stride: from one window to the next, in pixels.
+        stride: from one window to the next, in pixels; null for the whole image at once, as in Swin's recipe.
         cat_max_ratio: a crop is drawn again, ten times at most, while one class takes this share of its labelled pixels.
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
         photometric: whether brightness, contrast, saturation and hue are changed at random, as mmsegmentation's recipes do.
@@ -45,7 +45,7 @@ class SegmentationTransformSettings:
     scale: tuple[int, ...] = bounded((2048, 512), ge=1)
     ratio: tuple[float, ...] = bounded((0.5, 2.0), gt=0)
     crop_size: int = bounded(512, ge=32)
-    stride: int = bounded(341, ge=1)
+    stride: int | None = bounded(341, ge=1)
     cat_max_ratio: float = bounded(0.75, gt=0, le=1)
     hflip: float = bounded(0.5, ge=0, le=1)
     photometric: bool = True
@@ -57,7 +57,7 @@ class SegmentationTransformSettings:
             raise ValueError(f"scale: expected [long, short], got {list(self.scale)}")
         if len(self.ratio) != 2 or self.ratio[0] > self.ratio[1]:
             raise ValueError(f"ratio: expected [smallest, largest], got {list(self.ratio)}")
-        if self.stride > self.crop_size:
+        if self.stride is not None and self.stride > self.crop_size:
             raise ValueError(f"stride: {self.stride} leaves gaps between windows of crop_size {self.crop_size}")
         for name in ("mean", "std"):
             if len(getattr(self, name)) != 3:

@@ -80,14 +80,14 @@ class Segmentation(Task):
 
 @torch.inference_mode()
 def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:
-    """Classes (h, w), int64, of an image: logits of sliding windows averaged, resized bilinearly to `size`, the largest taken.
+    """Classes (h, w), int64, of an image: logits of sliding windows averaged, or of the whole image, resized bilinearly to `size`, the largest taken.
 
     Args:
         model: of `build_upernet`, in eval mode.
         inputs: one normalised image (1, 3, H, W).
         size: height and width of the result.
     """
-    sample = mmseg.structures.SegDataSample(metainfo={"ori_shape": tuple(size)})
+    sample = mmseg.structures.SegDataSample(metainfo={"ori_shape": tuple(size), "img_shape": inputs.shape[2:]})
     return model.predict(inputs, [sample])[0].pred_sem_seg.data[0]
 
 

@@ -1,5 +1,7 @@
 """What is the selective scan's own among the tests of its kernels: groups of tokens, no gate, small steps, strides that are not copied."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,18 +9,20 @@ from kernels.selective_scan import selective_scan, selective_scan_bidir, triton_
 from kernels.selective_scan.reference import Arguments
 from kernels.tools import check
 from kernels.tools.selective_scan_cases import CASES as cases
-from kernels.tools.selective_scan_cases import Sizes, one_direction
+from kernels.tools.selective_scan_cases import VMAMBA, Sizes, one_direction
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize(("batch", "tokens", "channels"), [(2, 5, 33), (1, 19, 8)])
-def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, dtype):
-    """Two blocks of channels of which one is short, and three groups of tokens."""
+@pytest.mark.parametrize(("batch", "tokens", "channels", "options"), [(2, 5, 33, {}), (1, 19, 8, {}), (1, 19, 33, VMAMBA)])
+def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
+    """Two blocks of channels of which one is short, and three groups of tokens, of Vim and of VMamba."""
     monkeypatch.setattr(triton_fwd, "GROUP", 8)
-    assert triton_fwd.states_shape((batch, tokens, 2, channels), 16, True)[2] == (2 if tokens == 19 else 0)
-    row = check.compare(cases, "", Sizes(batch=batch, tokens=tokens, channels=channels), dtype, seeds=[0])
+    sizes = Sizes(batch=batch, tokens=tokens, channels=channels, **options)
+    shape = (batch, tokens, len(sizes.reverse), channels)
+    assert triton_fwd.states_shape(shape, sizes.state_dim, True)[2] == (2 if tokens == 19 else 0)
+    row = check.compare(cases, "", sizes, dtype, seeds=[0])
     assert row["passed"], row
 
 
@@ -52,7 +56,7 @@ def test_parts_of_a_projection_are_taken_as_they_are():
     inputs = cases.layer_inputs(Sizes(batch=2, tokens=3, channels=32), torch.device("cpu"))
     given = dict(zip(INPUTS, inputs, strict=True))
     assert not any(given[name].is_contiguous() for name in ("delta", "B", "C", "z"))
-    taken = triton_fwd.shared_arguments(Arguments(*inputs, [False, True]))
+    taken = triton_fwd.shared_arguments(Arguments(*inputs, [False, True], False))
     assert all(taken[f"{name}_ptr"] is given[name] for name in cases.ACTIVATIONS)
     inputs = [x.half() if x.dtype == torch.bfloat16 else x for x in inputs]
     plain = [x.contiguous() for x in inputs]
@@ -82,18 +86,50 @@ def test_all_states_are_written(monkeypatch):
 
 def test_numbers_of_states_that_the_kernels_do_not_take():
     inputs = [x.float() for x in draw(0, Sizes(batch=1, tokens=3, channels=8, state_dim=5))[:-1]]
-    with pytest.raises(ValueError, match="A's last axis N is 5, expected one of 8, 16, 32"):
+    with pytest.raises(ValueError, match="A's last axis N is 5, expected one of 1, 8, 16, 32"):
         selective_scan_bidir(*inputs, backend="triton")
 
 
-def test_vim_trains_on_it():
-    """Vim-nano's mixer: the strides that the layer itself produces; against the torch backend."""
+def vmamba_mixer():
+    from repro.models.vmamba import SS2D
+
+    return SS2D(8, 2), (1, 3, 4, 8)
+
+
+def mambavision_mixer():
+    from repro.models.mambavision import MambaVisionMixer
+
+    return MambaVisionMixer(16), (2, 9, 16)
+
+
+def vim_mixer():
     from repro.models.vim import VimMixer
 
+    return VimMixer(16, 4), (1, 5, 16)
+
+
+@pytest.mark.parametrize("make", [vim_mixer, vmamba_mixer, mambavision_mixer])
+def test_layers_train_on_it(make):
+    """The strides that each layer itself produces, under autocast to fp16 and without; against the torch backend."""
     torch.manual_seed(0)
-    mixer = VimMixer(16, 4)
-    x = torch.randn(1, 5, 16)
-    results = []
-    for mixer.backend in ("triton", "torch"):
-        results.append(torch.autograd.grad(mixer(x).square().sum(), list(mixer.parameters())))
-    assert max(map(check.relative_error, *results)) < 1e-4
+    mixer, shape = make()
+    x = torch.randn(shape)
+    for autocast, limit in ((False, 1e-4), (True, 5e-3)):
+        results = []
+        for mixer.backend in ("triton", "torch"):
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                out = mixer(x)
+                assert mixer.selected_backend(out.dtype) == mixer.backend
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), list(mixer.parameters()))])
+        assert max(map(check.relative_error, *results)) < limit
+
+
+def test_routes_by_the_strides_of_a_layer():
+    """u's two sequences as they lie, one memory for four routes; delta, B and C by their strides."""
+    sizes = Sizes(batch=2, tokens=3, channels=32, **VMAMBA)
+    inputs = [x if x is None else x.half() if x.dtype == torch.bfloat16 else x for x in cases.layer_inputs(sizes, torch.device("cpu"))]
+    given = dict(zip(INPUTS, inputs, strict=True))
+    taken = triton_fwd.shared_arguments(cases.arguments(inputs, sizes))
+    assert all(taken[f"{name}_ptr"] is given[name] for name in ("u", "delta", "B", "C")) and taken["K"] == 2
+    run = functools.partial(cases.bind(sizes), backend="triton")
+    assert torch.equal(run(*inputs), run(*(x if x is None else x.contiguous() for x in inputs)))

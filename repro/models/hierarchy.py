@@ -1,0 +1,194 @@
+"""What this project's hierarchical families share: timm's interface over four stages of falling resolution and growing width.
+
+A family adds its stem, the blocks of its stages, what lies between two stages, and its final norm. Feature maps for dense tasks,
+the head, stochastic depth and the recomputation of blocks stand here once. `pyramid.NativePyramid` makes a `Hierarchy` the
+backbone of a detector or a segmenter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from .backbone import Grid, OperatorModel, init_linear
+
+STRIDES = (4, 8, 16, 32)  # of the stages
+
+
+class Stage(nn.Module):
+    """Blocks on maps of one width and one grid, and what leads to the next stage.
+
+    A family whose blocks share something that depends on the grid, or that cuts the map before its blocks and joins it after them,
+    extends `forward` around `run_blocks`.
+
+    Args:
+        blocks: each maps (B, C, h, w) to the same shape; further arguments come from `run_blocks`.
+        downsample: (B, C, h, w) -> (B, C', ⌈h/2⌉, ⌈w/2⌉), the input of the next stage; None for the last one.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], downsample: nn.Module | None = None):
+        super().__init__()
+        self.blocks, self.downsample = nn.ModuleList(blocks), downsample
+
+    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """(B, C, h, w) -> the same shape, before `downsample`; with `recompute`, blocks keep no activations for the backward pass."""
+        return self.run_blocks(x, recompute=recompute)
+
+    def run_blocks(self, x: Tensor, *shared: Any, recompute: bool) -> Tensor:
+        """Call every block in turn as `block(x, *shared)`."""
+        for block in self.blocks:
+            x = checkpoint(block, x, *shared) if recompute and torch.is_grad_enabled() else block(x, *shared)
+        return x
+
+
+class Hierarchy(OperatorModel):
+    """Four stages whose grids are those of strides 4, 8, 16 and 32, for images of any size of at least 32 x 32 pixels.
+
+    Where a side is not a multiple of the stride, the grid is rounded up: each stage has ⌈H/s⌉ x ⌈W/s⌉ positions. A subclass sets
+    `patch_embed`, images (B, in_chans, H, W) -> (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); `stages`, a ModuleList of four `Stage`s; and `norm`,
+    which keeps the shape of the last map. One whose multiply-adds have a closed form implements `param_terms()` and
+    `mac_terms(image_size)`, as `Backbone` says.
+
+    Args:
+        img_size: image height and width that the model is built for; it takes others as well.
+        in_chans, num_classes: channels of the image; outputs of the head, 0 for no head.
+        widths, depths: channels and number of blocks of each stage.
+        drop_rate: dropout before the head.
+        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, a list for each stage, rise linearly from 0 to it.
+    """
+
+    patch_embed: nn.Module
+    stages: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(
+        self,
+        img_size: int | Grid = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        *,
+        widths: Sequence[int],
+        depths: Sequence[int],
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__()
+        if not len(widths) == len(depths) == len(STRIDES):
+            raise ValueError(f"{len(widths)} widths and {len(depths)} depths, expected {len(STRIDES)} of each")
+        self.img_size, self.in_chans, self.num_classes = to_2tuple(img_size), in_chans, num_classes
+        self.widths, self.depths = tuple(widths), tuple(depths)
+        self.num_features = self.head_hidden_size = self.widths[-1]
+        self.drop_path_rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        self.grad_checkpointing = False
+        self.grids_of(*self.img_size)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.feature_info = [
+            {"module": f"stages.{i}", "num_chs": width, "reduction": stride}
+            for i, (width, stride) in enumerate(zip(self.widths, STRIDES, strict=True))
+        ]
+
+    def grids_of(self, height: int, width: int) -> list[Grid]:
+        """Rows and columns of each stage for an image in pixels; a ValueError for one that is smaller than the largest stride."""
+        if height < STRIDES[-1] or width < STRIDES[-1]:
+            raise ValueError(f"image size {height}x{width}: height and width must be at least {STRIDES[-1]}")
+        return [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises the error of `grids_of`."""
+        self.grids_of(*x.shape[-2:])
+        return self.patch_embed(x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> the last map after the final norm, (B, widths[-1], ⌈H/32⌉, ⌈W/32⌉)."""
+        return self.norm(self._run(x, len(self.stages))[-1])
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """A normalised map (B, C, h, w) -> logits (B, num_classes); with `pre_logits`, its mean (B, C) instead."""
+        feature = self.head_drop(x.mean(dim=(2, 3)))
+        return feature if pre_logits else self.head(feature)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> logits (B, num_classes), or the mean (B, widths[-1]) of a model without a head."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The maps of selected stages before their downsampling, as timm's feature interface defines it.
+
+        `indices` are the last n stages (an int), all (None) or those of a list; `norm` applies the final norm to the last stage's map;
+        `stop_early` skips the stages after the last selected one; `output_fmt` can only be `NCHW`.
+
+        Returns:
+            The maps (B, widths[i], h, w) if `intermediates_only`, else (the result of `forward_features`, maps).
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt {output_fmt!r}: a hierarchical model has maps, in the format NCHW alone")
+        take, last = feature_take_indices(len(self.stages), indices)
+        maps = self._run(x, last + 1 if stop_early else len(self.stages))
+        whole = len(maps) == len(self.stages)
+        final = self.norm(maps[-1]) if whole and (norm or not intermediates_only) else maps[-1]
+        chosen = [final if norm and i == len(self.stages) - 1 else maps[i] for i in take]
+        return chosen if intermediates_only else (final, chosen)
+
+    def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
+        """Remove what follows the stage of the last index and, on request, the final norm and the head; returns the absolute indices."""
+        take, last = feature_take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        self.stages[-1].downsample = None
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0)
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one for `num_classes`. It stands on the mean, which timm calls `avg`: `global_pool` may only say so."""
+        if global_pool not in (None, "avg"):
+            raise ValueError(f"global_pool {global_pool!r}: the head of this model stands on the mean of the last map, `avg`")
+        self.num_classes = num_classes
+        like = next(self.parameters())
+        self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype) if num_classes else nn.Identity()
+        if num_classes:
+            init_linear(self.head)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that assign parameters to layers, for layer-wise learning-rate decay; a downsampling belongs to the block before it."""
+        if coarse:
+            return {"stem": r"^patch_embed", "blocks": [(r"^stages\.(\d+)", None), (r"^norm", (99999,))]}
+        blocks = (r"^stages\.(\d+)\.blocks\.(\d+)", None), (r"^stages\.(\d+)\.downsample", (99999,)), (r"^norm", (99999,))
+        return {"stem": r"^patch_embed", "blocks": list(blocks)}
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
+        return set()
+
+    def _run(self, x: Tensor, count: int) -> list[Tensor]:
+        """The maps of the first `count` stages."""
+        x, maps = self.embed(x), []
+        for stage in self.stages:
+            x = stage(x, recompute=self.grad_checkpointing)
+            maps.append(x)
+            if len(maps) == count:
+                break
+            x = stage.downsample(x)
+        return maps

@@ -1,0 +1,223 @@
+"""H-ViT3, the hierarchical ViT3: H-ViT3-T/S/B, and a nano for tests and the embedded data sets.
+
+The TTT block of ViT3 learns on the tokens of every stage; its queries and keys carry their positions as rotations (RoPE). The stem,
+the downsampling and the MLP are convolutional. `import repro.models` registers the models with timm.
+
+Shape suffixes: B batch, N tokens (h·w), C width of a stage, d head dimension.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from .backbone import Grid, init_linear, register_sizes, rename_prefixes
+from .hierarchy import Hierarchy, Stage
+from .vit3 import EPS, InnerTraining, Rotation
+
+BASE = 10000.0  # of the rotations' frequencies
+
+
+def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device) -> Rotation:
+    """Cosines and sines, each (h·w, C/2), of the angles by which RoPE turns the channel pairs of a token of width C = `dim`.
+
+    With m = C/4 and θ_j = 10000^(−j/m), the first m pairs of the token in row y and column x are turned by y·θ_j and the other m by
+    x·θ_j. C is the width of all heads together, so the first half of the heads knows the row and the second half the column.
+    """
+    (h, w), m = grid, dim // 4
+    theta = BASE ** (-torch.arange(m, dtype=dtype, device=device) / m)
+    rows, columns = (torch.arange(n, dtype=dtype, device=device)[:, None] * theta for n in grid)
+    cos, sin = (
+        torch.cat((turn(rows)[:, None].expand(h, w, m), turn(columns).expand(h, w, m)), dim=-1).flatten(0, 1)
+        for turn in (torch.cos, torch.sin)
+    )
+    return cos, sin
+
+
+class PaddedConvs(nn.Module):
+    """Convolutions after zeros at the right and at the bottom, up to multiples of their stride."""
+
+    def __init__(self, stride: int, *layers: nn.Module):
+        super().__init__()
+        self.stride, self.conv = stride, nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C', ⌈H/stride⌉, ⌈W/stride⌉)."""
+        down, right = (-side % self.stride for side in x.shape[-2:])
+        return self.conv(F.pad(x, (0, right, 0, down)) if down or right else x)
+
+
+class ConvMlp(nn.Module):
+    """u = GELU(fc1 x), u = GELU(u + depth-wise 3x3 of u), fc2 u, with a hidden width of 4C."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.dwc = nn.Conv2d(4 * dim, 4 * dim, 3, padding=1, groups=4 * dim)
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C), row-major on an (h, w) grid -> (B, N, C)."""
+        hidden = F.gelu(self.fc1(tokens))
+        hidden = F.gelu(hidden + _to_tokens(self.dwc(_to_map(hidden, grid))))
+        return self.fc2(hidden)
+
+
+class HViT3Block(nn.Module):
+    """Map + depth-wise convolution, then the TTT block and the MLP, each after a LayerNorm and with a residual and stochastic depth."""
+
+    def __init__(self, dim: int, num_heads: int, drop_path: float):
+        super().__init__()
+        self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.norm1 = nn.LayerNorm(dim, eps=EPS)
+        self.attn = InnerTraining(dim, num_heads)
+        self.norm2 = nn.LayerNorm(dim, eps=EPS)
+        self.mlp = ConvMlp(dim)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """(B, C, h, w) -> the same shape; `rotation` is that of the grid."""
+        grid = x.shape[-2:]
+        tokens = _to_tokens(x + self.cpe(x))
+        tokens = tokens + self.drop_path(self.attn(self.norm1(tokens), grid, rotation))
+        return _to_map(tokens + self.drop_path(self.mlp(self.norm2(tokens), grid)), grid)
+
+
+class HViT3Stage(Stage):
+    """A stage whose blocks share the rotations of its grid."""
+
+    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """(B, C, h, w) -> the same shape."""
+        rotation = rotations(tuple(x.shape[-2:]), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        # channels last, in which maps and tokens are views of one another
+        return self.run_blocks(x.contiguous(memory_format=torch.channels_last), rotation, recompute=recompute)
+
+
+class HViT3(Hierarchy):
+    """H-ViT3 in timm's conventions; no parameter and no buffer depends on the image size.
+
+    The stem pads images to multiples of 4, and each downsampling pads odd grids to even ones.
+
+    Args:
+        num_heads: heads of the inner gated linear unit in each stage.
+        kwargs: see `Hierarchy`.
+
+    Raises:
+        ValueError: a width that is not a multiple of 4, or not of its heads.
+    """
+
+    def __init__(self, *, num_heads: Sequence[int], **kwargs: Any):
+        super().__init__(**kwargs)
+        if odd := [width for width in self.widths if width % 4]:
+            raise ValueError(f"width {odd[0]} is not a multiple of 4, as rotations by row and by column need")
+        if len(num_heads) != len(self.widths):
+            raise ValueError(f"num_heads {list(num_heads)}: expected one for each of the {len(self.widths)} stages")
+        self.num_heads = tuple(num_heads)
+        self.patch_embed = _stem(self.in_chans, self.widths[0])
+        leads = [*(_downsampling(before, after) for before, after in pairwise(self.widths)), None]
+        self.stages = nn.ModuleList(
+            HViT3Stage([HViT3Block(width, heads, rate) for rate in rates], lead)
+            for width, heads, rates, lead in zip(self.widths, num_heads, self.drop_path_rates, leads, strict=True)
+        )
+        self.norm = nn.BatchNorm2d(self.num_features)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast weights."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_linear(module)
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        terms = {"stem": sum(p.numel() for p in self.patch_embed.parameters())}
+        terms |= dict.fromkeys(("downsampling", "cpe", "layer_norms", "projections", "inner_start", "mlp"), 0)
+        for C, L, heads in zip(self.widths, self.depths, self.num_heads, strict=True):
+            d = C // heads
+            terms["cpe"] += L * 10 * C
+            terms["layer_norms"] += L * 4 * C
+            terms["projections"] += L * ((C + 1) * (3 * C + 3 * d) + (C + d + 1) * C)
+            terms["inner_start"] += L * (2 * C * d + 9 * d)
+            terms["mlp"] += L * (8 * C * C + 45 * C)
+        for before, C in pairwise(self.widths):
+            terms["downsampling"] += (before + 1) * 4 * C + 10 * 4 * C + (4 * C + 1) * C + 2 * C
+        return terms | {"batch_norm": 2 * self.num_features, "head": self.num_classes * (self.num_features + 1)}
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels.
+
+        The inner step has 6·N·C·d in the heads and 2·9·N·d in the convolution, as in `ViT3.mac_terms`. What is padded is counted.
+        """
+        sizes = [h * w for h, w in self.grids_of(*image_size)]
+        e = self.widths[0]
+        early = 27 if self.in_chans == 3 else 9 * self.in_chans
+        terms = {"stem": sizes[0] * (4 * (early * (e // 2) + 2 * 9 * (e // 2) ** 2) + 9 * (e // 2) * 4 * e + 4 * e * e)}
+        terms |= dict.fromkeys(("downsampling", "cpe", "projections", "inner_glu", "inner_conv", "mlp"), 0)
+        for N, C, L, heads in zip(sizes, self.widths, self.depths, self.num_heads, strict=True):
+            d = C // heads
+            terms["cpe"] += L * N * 9 * C
+            terms["projections"] += L * N * C * (3 * C + 3 * d + C + d)
+            terms["inner_glu"] += L * 6 * N * C * d
+            terms["inner_conv"] += L * 2 * 9 * N * d
+            terms["mlp"] += L * N * (8 * C * C + 9 * 4 * C)
+        for N, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True):
+            terms["downsampling"] += 4 * N * before * 4 * C + N * (9 * 4 * C + 4 * C * C)
+        return terms | {"head": self.num_features * self.num_classes}
+
+
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of the official release under our names, without its tables of rotations, which belong to one image size."""
+    kept = {key: value for key, value in state_dict.items() if not key.endswith("rope.rotations")}
+    return rename_prefixes(kept, {"layers.": "stages."})
+
+
+def _stem(in_chans: int, dim: int) -> PaddedConvs:
+    half = dim // 2
+    first = [_conv(before, half, stride) for before, stride in ((in_chans, 2), (half, 1), (half, 1))]
+    return PaddedConvs(4, *first, _conv(half, 4 * dim, 2), _conv(4 * dim, dim, kernel=1, act=False))
+
+
+def _downsampling(before: int, after: int) -> PaddedConvs:
+    hidden = 4 * after
+    wide = _conv(before, hidden, kernel=1, bias=True, norm=False), _conv(hidden, hidden, 2, groups=hidden, bias=True, norm=False)
+    return PaddedConvs(2, *wide, _conv(hidden, after, kernel=1, bias=True, act=False))
+
+
+def _conv(
+    before: int, after: int, stride: int = 1, *, kernel: int = 3, groups: int = 1, bias: bool = False, norm: bool = True, act: bool = True
+) -> nn.Sequential:
+    """A convolution, then batch normalisation and ReLU where wanted."""
+    layers = OrderedDict(conv=nn.Conv2d(before, after, kernel, stride, kernel // 2, groups=groups, bias=bias))
+    if norm:
+        layers["norm"] = nn.BatchNorm2d(after)
+    if act:
+        layers["act"] = nn.ReLU()
+    return nn.Sequential(layers)
+
+
+def _to_tokens(x: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, h·w, C)."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
+    """(B, h·w, C) -> (B, C, h, w), a channels-last view."""
+    return tokens.transpose(1, 2).unflatten(2, grid)
+
+
+_SMALL = {"widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}
+register_sizes(
+    HViT3,
+    {
+        "hvit3_tiny_224": {**_SMALL, "depths": (1, 3, 9, 4)},  # 28.704 M parameters; the paper's recipe has drop path 0.2
+        "hvit3_small_224": {**_SMALL, "depths": (2, 6, 18, 8)},  # 54.362 M; drop path 0.4
+        "hvit3_base_224": {"widths": (96, 192, 448, 640), "num_heads": (3, 6, 14, 20), "depths": (2, 6, 18, 8)},  # 94.369 M; 0.6
+        # for tests and the embedded data sets: grids of 36, 18, 9 and 5 tokens a side
+        "hvit3_nano_144": {"img_size": 144, "widths": (16, 32, 64, 96), "num_heads": (1, 2, 4, 6), "depths": (1, 1, 2, 1)},
+    },
+    first_conv="patch_embed.conv.0.conv",
+)

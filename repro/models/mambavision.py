@@ -1,0 +1,295 @@
+"""MambaVision: two stages of convolutions, then two of windows, which a selective scan mixes first and attention after it.
+
+MambaVision-T/S/B and a nano. The modules of a block have the names of the release. `import repro.models` registers the models with
+timm.
+
+Shape suffixes: B images, b windows of all images, L = w² tokens of a window, C width of a stage, E = C/2 channels of the scan, N
+states, R rank of the step size's projection.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, DropPath, LayerScale, Mlp
+from torch import Tensor, nn
+
+from kernels.selective_scan import selected_backend, selective_scan
+
+from .backbone import Grid, init_linear, register_sizes
+from .hierarchy import Hierarchy, Stage
+from .vim import at_least_fp32
+
+STATE_DIM = 8
+CONV_KERNEL = 3
+MLP_RATIO = 4
+EPS = 1e-5
+STEM_EPS = 1e-4
+FIRST_OF_WINDOWS = 2  # the first of the stages that are cut into windows
+
+
+class ConvBlock(nn.Module):
+    """x + BN(conv(GELU(BN(conv(x))))), with 3x3 convolutions, the tanh approximation of GELU, and stochastic depth."""
+
+    def __init__(self, dim: int, drop_path: float):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(dim, dim, 3, padding=1), nn.BatchNorm2d(dim, eps=EPS)
+        self.act = nn.GELU(approximate="tanh")
+        self.conv2, self.norm2 = nn.Conv2d(dim, dim, 3, padding=1), nn.BatchNorm2d(dim, eps=EPS)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, h, w) -> the same shape."""
+        return x + self.drop_path(self.norm2(self.conv2(self.act(self.norm1(self.conv1(x))))))
+
+
+class MambaVisionMixer(nn.Module):
+    """Linear -> two branches of half the channels, each a Conv1d and SiLU, one of them also a selective scan -> both -> Linear.
+
+    The convolutions reach one token to both sides. The scan has one direction and no gate. Its step size is softplus of the projection
+    plus twice the bias: the release adds the bias in the projection and again in the scan, and its weights were trained with that.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.inner, self.rank, self.backend = dim // 2, -(-dim // 16), "auto"
+        E, N, R = self.inner, STATE_DIM, self.rank
+        self.in_proj = nn.Linear(dim, dim, bias=False)
+        self.conv1d_x = nn.Conv1d(E, E, CONV_KERNEL, groups=E, bias=False)
+        self.conv1d_z = nn.Conv1d(E, E, CONV_KERNEL, groups=E, bias=False)
+        self.x_proj = nn.Linear(E, R + 2 * N, bias=False)
+        self.dt_proj = nn.Linear(R, E)
+        self.A_log = nn.Parameter(torch.arange(1.0, N + 1).log().repeat(E, 1))
+        self.D = nn.Parameter(torch.ones(E))
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x_bLC: Tensor) -> Tensor:
+        """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C) in their dtype (under autocast in that of the mode)."""
+        # both branches in one convolution; of height 1 in two dimensions, it needs no transposed copy
+        weight = torch.cat((self.conv1d_x.weight, self.conv1d_z.weight)).unsqueeze(2)
+        image = self.in_proj(x_bLC).transpose(1, 2).unsqueeze(2)
+        branches = F.silu(F.conv2d(image, weight, padding=(0, CONV_KERNEL // 2), groups=len(weight))).squeeze(2).transpose(1, 2)
+        u_bLE, z_bLE = branches.chunk(2, dim=-1)
+        low, B_bLN, C_bLN = self.x_proj(u_bLE).split((self.rank, STATE_DIM, STATE_DIM), dim=-1)
+        A = -torch.exp(at_least_fp32(self.A_log))
+        y = selective_scan(u_bLE, self.dt_proj(low), A, B_bLN, C_bLN, self.D, None, self.dt_proj.bias, backend=self.backend)
+        return self.out_proj(torch.cat((y, z_bLE), dim=-1))
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of the selective scan that runs here for activations of `dtype`."""
+        return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
+
+
+class WindowBlock(nn.Module):
+    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), each with stochastic depth; g1 and g2 are learned where there is a layer scale.
+
+    Args:
+        mixer: the scan or attention. layer_scale: what g1 and g2 start from; None for none.
+    """
+
+    def __init__(self, dim: int, mixer: nn.Module, layer_scale: float | None, drop_path: float):
+        super().__init__()
+        self.norm1, self.mixer = nn.LayerNorm(dim, eps=EPS), mixer
+        self.norm2, self.mlp = nn.LayerNorm(dim, eps=EPS), Mlp(dim, MLP_RATIO * dim)
+        self.ls1, self.ls2 = (LayerScale(dim, layer_scale) if layer_scale else nn.Identity() for _ in range(2))
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(b, L, C) of windows -> the same shape."""
+        tokens = tokens + self.drop_path(self.ls1(self.mixer(self.norm1(tokens))))
+        return tokens + self.drop_path(self.ls2(self.mlp(self.norm2(tokens))))
+
+
+class WindowStage(Stage):
+    """A stage that cuts its map into windows, runs all blocks on them, and joins them.
+
+    The map is padded with zeros at the right and at the bottom to multiples of the window. Blocks treat what is padded as tokens.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], downsample: nn.Module | None, window: int):
+        super().__init__(blocks, downsample)
+        self.window = window
+
+    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """(B, C, h, w) -> the same shape, a channels-last view."""
+        side, (h, w) = self.window, x.shape[-2:]
+        rows, columns = -(-h // side), -(-w // side)
+        if (rows * side, columns * side) != (h, w):
+            x = F.pad(x, (0, columns * side - w, 0, rows * side - h))
+        windows = x.permute(0, 2, 3, 1).unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
+        tokens = self.run_blocks(windows.flatten(3, 4).flatten(0, 2), recompute=recompute)
+        joined = tokens.view(-1, rows, columns, side, side, tokens.shape[-1]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return joined[:, :h, :w].permute(0, 3, 1, 2)
+
+
+class MambaVision(Hierarchy):
+    """MambaVision in timm's conventions; no parameter depends on the image size or on the windows, but the result does on the windows.
+
+    Of a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
+
+    Args:
+        stem: channels of the first convolution.
+        num_heads, windows: attention heads, and the sides of the windows, of the last two stages. At 224 pixels the default windows are
+            the whole grids; the release enlarges them for dense tasks.
+        layer_scale: the start of the learned scale of the branches of the last two stages; None for no scale.
+        kwargs: see `Hierarchy`.
+
+    Raises:
+        ValueError: a width that is not a multiple of its heads, or a window smaller than 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        stem: int = 64,
+        num_heads: Sequence[int] = (8, 16),
+        windows: Sequence[int] = (14, 7),
+        layer_scale: float | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        later = self.widths[FIRST_OF_WINDOWS:]
+        if not len(num_heads) == len(windows) == len(later):
+            raise ValueError(f"num_heads {list(num_heads)} and windows {list(windows)}: expected one of each for the last two stages")
+        if bad := [side for side in windows if side < 1]:
+            raise ValueError(f"windows {list(windows)}: a side is {bad[0]}, expected at least 1")
+        if odd := [(width, heads) for width, heads in zip(later, num_heads, strict=True) if width % heads or width % 2]:
+            raise ValueError(f"width {odd[0][0]} is not a multiple of 2 and of its {odd[0][1]} heads")
+        self.stem, self.windows, self.layer_scale = stem, tuple(windows), layer_scale
+        convs = OrderedDict()
+        for number, (before, after) in enumerate(((self.in_chans, stem), (stem, self.widths[0])), 1):
+            convs[f"conv{number}"] = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+            convs[f"norm{number}"] = nn.BatchNorm2d(after, eps=STEM_EPS)
+            convs[f"act{number}"] = nn.ReLU()
+        self.patch_embed = nn.Sequential(convs)
+        leads = [*(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False) for before, after in pairwise(self.widths)), None]
+        stages: list[Stage] = []
+        for i, (width, rates, lead) in enumerate(zip(self.widths, self.drop_path_rates, leads, strict=True)):
+            if i < FIRST_OF_WINDOWS:
+                stages.append(Stage([ConvBlock(width, rate) for rate in rates], lead))
+                continue
+            mixers = [MambaVisionMixer(width) for _ in range(scan_blocks(len(rates)))]
+            heads = num_heads[i - FIRST_OF_WINDOWS]
+            mixers += [Attention(width, num_heads=heads, qkv_bias=True) for _ in range(len(rates) - len(mixers))]
+            blocks = [WindowBlock(width, mixer, layer_scale, rate) for mixer, rate in zip(mixers, rates, strict=True)]
+            stages.append(WindowStage(blocks, lead, windows[i - FIRST_OF_WINDOWS]))
+        self.stages = nn.ModuleList(stages)
+        self.norm = nn.BatchNorm2d(self.num_features, eps=EPS)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 with zero bias, that of the step size too, which starts at softplus(0); the rest by default."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_linear(module)
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        C, N = self.widths[0], STATE_DIM
+        terms = {"stem": 9 * self.in_chans * self.stem + 9 * self.stem * C}
+        names = "conv_blocks", "downsampling", "batch_norms", "scan_projections", "conv1d", "scan", "attention", "layer_norms", "mlp"
+        terms |= dict.fromkeys((*names, "layer_scale"), 0)
+        terms["batch_norms"] = 2 * (self.stem + C + self.num_features)
+        for i, (C, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
+            if i < FIRST_OF_WINDOWS:
+                terms["conv_blocks"] += depth * 2 * (9 * C * C + C)
+                terms["batch_norms"] += depth * 4 * C
+                continue
+            E, R, scans = C // 2, -(-C // 16), scan_blocks(depth)
+            terms["scan_projections"] += scans * 2 * C * C
+            terms["conv1d"] += scans * 2 * CONV_KERNEL * E
+            terms["scan"] += scans * E * (R + 2 * N + R + 1 + N + 1)  # to low, B and C; to the step, its bias; A, D
+            terms["attention"] += (depth - scans) * (4 * C * C + 4 * C)
+            terms["layer_norms"] += depth * 4 * C
+            terms["mlp"] += depth * (2 * MLP_RATIO * C * C + (MLP_RATIO + 1) * C)
+            terms["layer_scale"] += depth * 2 * C if self.layer_scale else 0
+        terms["downsampling"] = sum(9 * before * C for before, C in pairwise(self.widths))
+        return terms | {"head": self.num_classes * (self.num_features + 1)}
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels, with those of the positions that windows are padded to."""
+        terms = self.paper_mac_terms(image_size) | dict.fromkeys(("conv1d", "scan", "attention_products"), 0)
+        for (tokens, window), C, depth in zip(self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True):
+            scans = scan_blocks(depth)
+            terms["conv1d"] += scans * tokens * CONV_KERNEL * C
+            terms["scan"] += scans * tokens * 4 * (C // 2) * STATE_DIM
+            terms["attention_products"] += (depth - scans) * tokens * 2 * window * C
+        return terms
+
+    def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """The same by the convention of its authors, who count 2-D convolutions and linear layers alone."""
+        sizes = [h * w for h, w in self.grids_of(*image_size)]
+        height, width = (-(-side // 2) for side in image_size)
+        terms = {"stem": height * width * 9 * self.in_chans * self.stem + sizes[0] * 9 * self.stem * self.widths[0]}
+        terms["conv_blocks"] = sum(depth * L * 18 * C * C for depth, L, C in list(zip(self.depths, sizes, self.widths, strict=True))[:2])
+        terms["downsampling"] = sum(L * 9 * before * C for L, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True))
+        terms |= dict.fromkeys(("scan_projections", "attention", "mlp"), 0)
+        for (tokens, _), C, depth in zip(self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True):
+            E, R, scans = C // 2, -(-C // 16), scan_blocks(depth)
+            terms["scan_projections"] += scans * tokens * (2 * C * C + E * (R + 2 * STATE_DIM + R))
+            terms["attention"] += (depth - scans) * tokens * 4 * C * C
+            terms["mlp"] += depth * tokens * 2 * MLP_RATIO * C * C
+        return terms | {"head": self.num_features * self.num_classes}
+
+    def _window_tokens(self, image_size: Grid) -> list[tuple[int, int]]:
+        """Of each stage with windows: the tokens of all windows of an image, and those of one window."""
+        grids = self.grids_of(*image_size)[FIRST_OF_WINDOWS:]
+        return [(-(-h // side) * -(-w // side) * side**2, side**2) for (h, w), side in zip(grids, self.windows, strict=True)]
+
+
+def scan_blocks(depth: int) -> int:
+    """How many blocks of a stage with windows scan: the first half, with the middle one of an odd number."""
+    return (depth + 1) // 2
+
+
+# official names by pattern -> ours
+_RENAMED = {
+    r"^patch_embed\.conv_down\.0\.": "patch_embed.conv1.",
+    r"^patch_embed\.conv_down\.1\.": "patch_embed.norm1.",
+    r"^patch_embed\.conv_down\.3\.": "patch_embed.conv2.",
+    r"^patch_embed\.conv_down\.4\.": "patch_embed.norm2.",
+    r"^levels\.(\d+)\.downsample\.reduction\.0\.": r"stages.\1.downsample.",
+    r"^levels\.(\d+)\.blocks\.(\d+)\.gamma_([12])$": r"stages.\1.blocks.\2.ls\3.gamma",
+    r"^levels\.": "stages.",
+}
+
+
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of the official release under our names; unknown keys are kept, for a strict load to report.
+
+    Where keys begin with `encoder.`, the others are left out, as the release does. Where a file does not say how many batches a
+    BatchNorm has seen, it is 0, which changes nothing but the averages of a further training without momentum.
+    """
+    encoder = {key.removeprefix("encoder."): value for key, value in state_dict.items() if key.startswith("encoder.")}
+    found = {}
+    for key, value in (encoder or state_dict).items():
+        pattern = next((pattern for pattern in _RENAMED if re.match(pattern, key)), "^")
+        found[re.sub(pattern, _RENAMED.get(pattern, ""), key)] = value
+    counters = {key.removesuffix("running_mean") + "num_batches_tracked" for key in found if key.endswith(".running_mean")}
+    return found | {key: torch.tensor(0) for key in sorted(counters) if key not in found}
+
+
+register_sizes(
+    MambaVision,
+    {
+        # 31.794 M parameters; drop path 0.2
+        "mambavision_tiny_224": {"widths": (80, 160, 320, 640), "stem": 32, "depths": (1, 3, 8, 4)},
+        "mambavision_small_224": {"widths": (96, 192, 384, 768), "depths": (3, 3, 7, 5)},  # 50.141 M; drop path 0.2
+        # 97.685 M; drop path 0.3
+        "mambavision_base_224": {"widths": (128, 256, 512, 1024), "depths": (3, 3, 10, 5), "layer_scale": 1e-5},
+        # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
+        "mambavision_nano_144": {
+            "img_size": 144,
+            "widths": (16, 32, 64, 128),
+            "stem": 8,
+            "depths": (1, 1, 2, 2),
+            "num_heads": (2, 4),
+            "windows": (9, 5),
+        },
+    },
+    first_conv="patch_embed.conv1",
+)

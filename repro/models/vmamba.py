@@ -1,0 +1,273 @@
+"""VMamba: selective scans along the rows and the columns of a grid, each forward and back; VMamba-T/S/B and a nano.
+
+These are the models that its release calls v2 (`v05_noz`): no gate, one state for each channel, an MLP in every block. The modules
+of a block's scan have the names of the release. `import repro.models` registers the models with timm.
+
+Shape suffixes: B images, L = h·w positions, C width of a stage, E channels of the scan, K routes, N states, R rank of the step
+size's projection. Inside a stage, maps are (B, h, w, C).
+"""
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, LayerNorm2d, Mlp
+from torch import Tensor, nn
+
+from kernels.selective_scan import selected_backend, selective_scan_routes
+
+from .backbone import Grid, init_linear, register_sizes
+from .hierarchy import Hierarchy, Stage
+from .vim import STEP_SIZES, at_least_fp32
+
+STATE_DIM = 1
+MLP_RATIO = 4
+EPS = 1e-5
+# the routes: rows, columns, rows back, columns back; two sequences of positions, each scanned in both directions
+REVERSE = (False, False, True, True)
+ROUTES, SEQUENCES = 4, 2
+
+
+class SS2D(nn.Module):
+    """Linear -> depth-wise 3x3 convolution and SiLU -> four selective scans -> their sum -> LayerNorm -> Linear.
+
+    All routes read the same channels. Each has its own projections to the step size, B and C, and its own rates and skips.
+
+    Args:
+        dim: C. `expand`: E/C.
+    """
+
+    def __init__(self, dim: int, expand: int):
+        super().__init__()
+        self.dim, self.inner, self.rank, self.backend = dim, expand * dim, -(-dim // 16), "auto"
+        E, N, R = self.inner, STATE_DIM, self.rank
+        self.in_proj = nn.Linear(dim, E, bias=False)
+        self.conv2d = nn.Conv2d(E, E, 3, padding=1, groups=E, bias=False)
+        self.x_proj_weight = nn.Parameter(torch.empty(ROUTES, R + 2 * N, E))
+        self.dt_projs_weight = nn.Parameter(torch.empty(ROUTES, E, R))
+        self.dt_projs_bias = nn.Parameter(torch.empty(ROUTES, E))
+        self.A_logs = nn.Parameter(torch.empty(ROUTES * E, N))
+        self.Ds = nn.Parameter(torch.empty(ROUTES * E))
+        self.out_norm = nn.LayerNorm(E, eps=EPS)
+        self.out_proj = nn.Linear(E, dim, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise what only the scan has; the convolution keeps PyTorch's default."""
+        for weight, fan_in in ((self.x_proj_weight, self.inner), (self.dt_projs_weight, self.rank)):
+            nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
+        low, high = (math.log(size) for size in STEP_SIZES)
+        size = torch.empty_like(self.dt_projs_bias).uniform_(low, high).exp_().clamp_(min=1e-4)
+        self.dt_projs_bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus of it is the size
+        nn.init.zeros_(self.A_logs)  # the logarithm of the one state's number
+        nn.init.ones_(self.Ds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalised map (B, h, w, C) -> the same shape, in its dtype (under autocast in that of the mode)."""
+        B, h, w, _ = x.shape
+        E, N, R, L = self.inner, STATE_DIM, self.rank, h * w
+        v = F.silu(self.conv2d(self.in_proj(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        u_BL2E = to_sequences(v)
+        rows = u_BL2E.view(B * L, SEQUENCES, E).transpose(0, 1)
+        # a sequence's two routes in one product; then route by route, in the order of REVERSE
+        weight = self.x_proj_weight.unflatten(0, (-1, SEQUENCES)).transpose(0, 1).flatten(1, 2)
+        parts = torch.bmm(rows, weight.mT).unflatten(-1, (-1, R + 2 * N)).permute(2, 0, 1, 3).flatten(0, 1)
+        low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
+        delta = torch.bmm(low, self.dt_projs_weight.mT)
+        delta, B_BLKN, C_BLKN = (part.unflatten(1, (B, L)).permute(1, 2, 0, 3) for part in (delta, B_rows, C_rows))
+        A = -torch.exp(at_least_fp32(self.A_logs)).view(ROUTES, E, N)
+        skip, bias = self.Ds.view(ROUTES, E), self.dt_projs_bias
+        options = {"reverse": REVERSE, "full_precision": True, "backend": self.backend}  # fp16 overflows before the norm
+        y = selective_scan_routes(u_BL2E, delta, A, B_BLKN, C_BLKN, skip, None, bias, **options)
+        y = add_routes(y, (h, w))
+        return self.out_proj(self.out_norm(y.to(self.out_norm.weight.dtype)).to(v.dtype))
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation of the selective scan that runs here for activations of `dtype`."""
+        return selected_backend(self.backend, self.A_logs.device, state_dim=STATE_DIM, dtype=dtype)
+
+
+def to_sequences(x: Tensor) -> Tensor:
+    """A map (B, h, w, E) -> its positions row by row, and column by column: (B, L, 2, E)."""
+    return torch.stack((x.flatten(1, 2), x.transpose(1, 2).flatten(1, 2)), 2)
+
+
+def add_routes(y: Tensor, grid: Grid) -> Tensor:
+    """What the routes give, (B, L, K, E), each in the order of its sequence -> their sum in the places of the grid (B, h, w, E)."""
+    by_rows, by_columns = y.unflatten(2, (-1, SEQUENCES)).sum(2).unbind(2)
+    return by_rows.unflatten(1, grid) + by_columns.unflatten(1, grid[::-1]).transpose(1, 2)
+
+
+class VMambaBlock(nn.Module):
+    """x + SS2D(LN(x)), then x + MLP(LN(x)), each with stochastic depth."""
+
+    def __init__(self, dim: int, expand: int, drop_path: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=EPS)
+        self.mixer = SS2D(dim, expand)
+        self.norm2 = nn.LayerNorm(dim, eps=EPS)
+        self.mlp = Mlp(dim, MLP_RATIO * dim)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, h, w, C) -> the same shape."""
+        x = x + self.drop_path(self.mixer(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class VMambaStage(Stage):
+    """A stage whose blocks have channels last, as linear layers and the scan want them."""
+
+    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """(B, C, h, w) -> the same shape, a channels-last view."""
+        return self.run_blocks(x.permute(0, 2, 3, 1), recompute=recompute).permute(0, 3, 1, 2)
+
+
+class VMamba(Hierarchy):
+    """VMamba in timm's conventions; no parameter depends on the image size, and nothing is padded.
+
+    Args:
+        expand: E/C, the channels of the scan for each channel of the stage.
+        kwargs: see `Hierarchy`.
+    """
+
+    def __init__(self, *, expand: int = 2, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.expand = expand
+        C = self.widths[0]
+        self.patch_embed = nn.Sequential(
+            OrderedDict(
+                conv1=nn.Conv2d(self.in_chans, C // 2, 3, stride=2, padding=1),
+                norm1=LayerNorm2d(C // 2, eps=EPS),
+                act=nn.GELU(),
+                conv2=nn.Conv2d(C // 2, C, 3, stride=2, padding=1),
+                norm2=LayerNorm2d(C, eps=EPS),
+            )
+        )
+        leads = [*(_downsampling(before, after) for before, after in pairwise(self.widths)), None]
+        self.stages = nn.ModuleList(
+            VMambaStage([VMambaBlock(width, expand, rate) for rate in rates], lead)
+            for width, rates, lead in zip(self.widths, self.drop_path_rates, leads, strict=True)
+        )
+        self.norm = LayerNorm2d(self.num_features, eps=EPS)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; the scans initialise what is their own."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_linear(module)
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        C, K, N = self.widths[0], ROUTES, STATE_DIM
+        terms = {"stem": 9 * self.in_chans * (C // 2) + C // 2 + 9 * (C // 2) * C + C}
+        terms |= dict.fromkeys(("downsampling", "layer_norms", "projections", "depthwise", "scan", "mlp"), 0)
+        terms["layer_norms"] = 2 * (C // 2) + 2 * C + 2 * self.num_features
+        for C, depth in zip(self.widths, self.depths, strict=True):
+            E, R = self.expand * C, -(-C // 16)
+            terms["projections"] += depth * 2 * C * E
+            terms["depthwise"] += depth * 9 * E
+            terms["scan"] += depth * K * E * (R + 2 * N + R + 1 + N + 1)  # to low, B and C; to the step, its bias; A, D
+            terms["layer_norms"] += depth * (4 * C + 2 * E)
+            terms["mlp"] += depth * (2 * MLP_RATIO * C * C + (MLP_RATIO + 1) * C)
+        for before, C in pairwise(self.widths):
+            terms["downsampling"] += (9 * before + 1) * C
+            terms["layer_norms"] += 2 * C
+        return terms | {"head": self.num_classes * (self.num_features + 1)}
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels; the scan has 4 for each state of each route."""
+        sizes, layers = self._layer_macs(image_size)
+        scanned = sum(L * depth * ROUTES * self.expand * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True))
+        return layers | {"scan": 4 * scanned * STATE_DIM}
+
+    def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """The same by the convention of its authors, which is fvcore's, and with which Table 1 prints VMamba's FLOPs.
+
+        Beside convolutions and linear layers, an output of a LayerNorm counts 5, the input of the pooling 1, and the scan 9·N + 1 for
+        each position and channel of each route.
+        """
+        sizes, layers = self._layer_macs(image_size)
+        C, half = self.widths[0], tuple(-(-side // 2) for side in image_size)
+        normed = half[0] * half[1] * (C // 2) + sizes[0] * C + sizes[-1] * self.num_features
+        scanned = 0
+        for L, depth, C in zip(sizes, self.depths, self.widths, strict=True):
+            E = self.expand * C
+            normed += L * depth * (2 * C + E)
+            scanned += L * depth * ROUTES * E
+        normed += sum(L * C for L, C in zip(sizes[1:], self.widths[1:], strict=True))
+        own = {"scan": (9 * STATE_DIM + 1) * scanned, "layer_norm": 5 * normed, "pooling": sizes[-1] * self.num_features}
+        return layers | own
+
+    def _layer_macs(self, image_size: Grid) -> tuple[list[int], dict[str, int]]:
+        """The positions of each stage, and the multiply-adds of convolutions and linear layers."""
+        sizes = [h * w for h, w in self.grids_of(*image_size)]
+        height, width = (-(-side // 2) for side in image_size)
+        C = self.widths[0]
+        terms = {"stem": height * width * 9 * self.in_chans * (C // 2) + sizes[0] * 9 * (C // 2) * C}
+        terms |= dict.fromkeys(("downsampling", "projections", "depthwise", "scan_projections", "mlp"), 0)
+        for L, C, depth in zip(sizes, self.widths, self.depths, strict=True):
+            E, R = self.expand * C, -(-C // 16)
+            terms["projections"] += depth * L * 2 * C * E
+            terms["depthwise"] += depth * L * 9 * E
+            terms["scan_projections"] += depth * L * ROUTES * E * (R + 2 * STATE_DIM + R)
+            terms["mlp"] += depth * L * 2 * MLP_RATIO * C * C
+        for L, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True):
+            terms["downsampling"] += L * 9 * before * C
+        return sizes, terms | {"head": self.num_features * self.num_classes}
+
+
+def _downsampling(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(conv=nn.Conv2d(before, after, 3, stride=2, padding=1), norm=LayerNorm2d(after, eps=EPS)))
+
+
+# official names by pattern -> ours
+_RENAMED = {
+    r"^patch_embed\.0\.": "patch_embed.conv1.",
+    r"^patch_embed\.2\.": "patch_embed.norm1.",
+    r"^patch_embed\.5\.": "patch_embed.conv2.",
+    r"^patch_embed\.7\.": "patch_embed.norm2.",
+    r"^layers\.(\d+)\.downsample\.1\.": r"stages.\1.downsample.conv.",
+    r"^layers\.(\d+)\.downsample\.3\.": r"stages.\1.downsample.norm.",
+    r"^layers\.(\d+)\.blocks\.(\d+)\.norm\.": r"stages.\1.blocks.\2.norm1.",
+    r"^layers\.(\d+)\.blocks\.(\d+)\.op\.": r"stages.\1.blocks.\2.mixer.",
+    r"^layers\.": "stages.",
+    r"^classifier\.": "",
+}
+# linear layers that the release may keep as 1x1 convolutions
+_LINEAR = re.compile(r"\.(in_proj|out_proj|fc1|fc2)\.weight$")
+
+
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of the official release under our names; unknown keys are kept, for a strict load to report.
+
+    Weights of linear layers are (out, in), also where the file has them as 1x1 convolutions, (out, in, 1, 1).
+    """
+    found = {}
+    for key, value in state_dict.items():
+        pattern = next((pattern for pattern in _RENAMED if re.match(pattern, key)), "^")
+        is_conv = _LINEAR.search(key) and value.shape[2:] == (1, 1)
+        found[re.sub(pattern, _RENAMED.get(pattern, ""), key)] = value[..., 0, 0] if is_conv else value
+    return found
+
+
+_SMALL = {"widths": (96, 192, 384, 768)}
+register_sizes(
+    VMamba,
+    {
+        # 30.249 M parameters; the release's `s1l8`, drop path 0.2
+        "vmamba_tiny_224": {**_SMALL, "depths": (2, 2, 8, 2), "expand": 1},
+        "vmamba_small_224": {**_SMALL, "depths": (2, 2, 15, 2)},  # 50.148 M; `s2l15`, drop path 0.3
+        "vmamba_base_224": {"widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},  # 88.558 M; `s2l15`, drop path 0.6
+        # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
+        "vmamba_nano_144": {"img_size": 144, "widths": (16, 32, 64, 128), "depths": (1, 1, 2, 1), "expand": 1},
+    },
+    first_conv="patch_embed.conv1",
+)

@@ -1,0 +1,293 @@
+"""VMamba against its official release, a token-by-token implementation, the published counts, and timm's conventions."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.optim import param_groups_weight_decay
+from torch import Tensor
+
+from repro.core.errors import UserError
+from repro.measure import build
+from repro.measure.flops import cost, counted_macs
+from repro.models.pyramid import build_pyramid
+from repro.models.vmamba import REVERSE, SS2D, VMamba, add_routes, official_state_dict, to_sequences
+from repro.models.weights import read_official
+from repro.tasks.detection.mask_rcnn import MaskRcnn
+from repro.tasks.detection.params import MaskRcnnParams
+from tests.models.helpers import load_official, nano, relative, shaken
+
+SIZES = ("tiny", "small", "base")
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, Tensor]:
+    with np.load(Path(__file__).parents[1] / "data" / "vmamba.npz") as file:
+        return {key: torch.from_numpy(np.asarray(file[key])) for key in file}
+
+
+def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def shape(truth) -> dict:
+    config = {key: value.tolist() for key, value in below(truth, "model_s2/config/").items()}
+    assert (config["d_state"], config["mlp_ratio"]) == (1, 4)
+    return {"widths": [config["embed_dim"] << i for i in range(4)], "depths": config["depths"], "expand": int(config["ssm_ratio"])}
+
+
+def released(truth) -> VMamba:
+    """The small model of the release, with its weights."""
+    model = VMamba(num_classes=int(truth["model_s2/config/num_classes"]), **shape(truth)).eval()
+    load_official(model, below(truth, "model_s2/state_dict/"))
+    return model
+
+
+def test_sequences_and_their_routes_are_the_official_ones(truth):
+    """Rows, columns, rows back, columns back, before the scan and after it."""
+    x, xs = truth["cross/x"], truth["cross/xs"]
+    sequences = to_sequences(x.permute(0, 2, 3, 1))
+    assert sequences.shape == (2, 20, 2, 3)
+    for k, back in enumerate(REVERSE):
+        route = sequences[:, :, k % 2].mT
+        assert torch.equal(route.flip(-1) if back else route, xs[:, k])
+    ys = truth["cross/ys"].flatten(3)
+    in_order = torch.stack([ys[:, k].flip(-1) if back else ys[:, k] for k, back in enumerate(REVERSE)], 1)
+    found = add_routes(in_order.permute(0, 3, 1, 2), x.shape[2:]).permute(0, 3, 1, 2)
+    assert relative(found, truth["cross/merged"]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_official_mixer(truth, ratio, backend):
+    """The output and every gradient, with a state dict under the official names."""
+    data = below(truth, f"mixer_s{ratio}/")
+    mixer = SS2D(int(data["config/d_model"]), int(data["config/ssm_ratio"]))
+    mixer.load_state_dict(below(data, "state_dict/"))
+    mixer.backend = backend
+    x = data["x"].clone().requires_grad_()
+    out = mixer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    out.backward(data["grad_out"])
+    errors = {"out": relative(out.detach(), data["out"]), "x": relative(x.grad, data["grad_x"])}
+    errors |= {name: relative(p.grad, data[f"grads/{name}"]) for name, p in mixer.named_parameters()}
+    assert len(errors) == 12 and max(errors.values()) < 1e-5, errors
+
+
+def test_official_model(truth):
+    model = released(truth)
+    logits = model(truth["model_s2/x"])
+    logits.backward(truth["model_s2/grad_out"])
+    parameters, gradients = dict(model.named_parameters()), official_state_dict(below(truth, "model_s2/grads/"))
+    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
+    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("run", ["", "2"], ids=["64x96", "40x56"])
+@torch.no_grad()
+def test_official_maps_pooling_and_logits(truth, run):
+    """At 40 x 56 pixels the grids are 10 x 14, 5 x 7, 3 x 4 and 2 x 2. Maps for dense tasks have the release's norms."""
+    model, image, data = released(truth), truth[f"model_s2/x{run}"], below(truth, "model_s2/")
+    final, maps = model.forward_intermediates(image)
+    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
+    assert relative(model(image), data[f"logits{run}"]) < 1e-5
+    pyramid = build_pyramid("vmamba_nano_144", options=shape(truth)).eval()
+    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
+    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
+    pyramid.load_state_dict(norms | trunk)
+    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
+        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
+        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
+
+
+def mixer_by_hand(mixer: SS2D, x: Tensor) -> Tensor:
+    """One position after the other on every route, on a map (h, w, C)."""
+    h, w, _ = x.shape
+    E, R = mixer.inner, mixer.rank
+    v = x @ mixer.in_proj.weight.T
+    padded = torch.zeros(h + 2, w + 2, E, dtype=x.dtype)
+    padded[1:-1, 1:-1] = v
+    v = sum(mixer.conv2d.weight[:, 0, i, j] * padded[i : i + h, j : j + w] for i in range(3) for j in range(3))
+    v = v * torch.sigmoid(v)
+    rows = [(i, j) for i in range(h) for j in range(w)]
+    columns = [(i, j) for j in range(w) for i in range(h)]
+    total = torch.zeros_like(v)
+    for k, places in enumerate((rows, columns, rows[::-1], columns[::-1])):
+        state = torch.zeros(E, dtype=x.dtype)
+        A, D = -torch.exp(mixer.A_logs[k * E : (k + 1) * E, 0]), mixer.Ds[k * E : (k + 1) * E]
+        for place in places:
+            s = v[place]
+            *low, B, C = mixer.x_proj_weight[k] @ s
+            step = torch.log1p(torch.exp(mixer.dt_projs_weight[k] @ torch.stack(low) + mixer.dt_projs_bias[k]))
+            assert len(low) == R
+            state = torch.exp(step * A) * state + step * B * s
+            total[place] += C * state + D * s
+    mean, var = total.mean(-1, keepdim=True), total.var(-1, keepdim=True, correction=0)
+    normed = (total - mean) / (var + 1e-5).sqrt() * mixer.out_norm.weight + mixer.out_norm.bias
+    return normed @ mixer.out_proj.weight.T
+
+
+@torch.no_grad()
+def test_mixer_by_hand():
+    torch.manual_seed(0)
+    mixer = shaken(SS2D(6, 2).double())
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    for found, image in zip(mixer(x), x, strict=True):
+        torch.testing.assert_close(found, mixer_by_hand(mixer, image), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("size", "params", "fvcore"), [
+    ("tiny", 30_249_064, 4_905_609_984),
+    ("small", 50_147_752, 8_715_774_720),
+    ("base", 88_557_800, 15_358_944_256),
+])  # fmt: skip
+def test_published_counts(size, params, fvcore):
+    """Parameters, and the multiply-adds that fvcore counts for the release; ours are those without norms, with 4 for a state."""
+    counted = cost(f"vmamba_{size}_224", {}, (224, 224))
+    assert (counted.num_params, sum(counted.paper_terms.values())) == (params, fvcore)
+    assert counted.macs_g_paper_convention == fvcore / 1e9
+    own = fvcore - counted.paper_terms["layer_norm"] - counted.paper_terms["pooling"] - counted.paper_terms["scan"] * 6 // 10
+    assert counted.macs == own and counted.method == "analytic"
+
+
+@pytest.mark.parametrize(("size", "image_size", "giga"), [
+    *((size, (800, 1280), giga) for size, giga in zip(SIZES, (100.15, 177.91, 313.50), strict=True)),
+    *((size, (512, 2048), giga) for size, giga in zip(SIZES, (102.56, 182.18, 321.02), strict=True)),
+])  # fmt: skip
+def test_published_multiply_adds_of_dense_backbones(size, image_size, giga):
+    """Without the head and its norm, with a norm for each map, by fvcore's convention."""
+    with torch.device("meta"):
+        model = timm.create_model(f"vmamba_{size}_224", num_classes=0)
+    terms, grids = model.paper_mac_terms(image_size), model.grids_of(*image_size)
+    maps = [h * w * C for (h, w), C in zip(grids, model.widths, strict=True)]
+    total = sum(terms.values()) - terms["pooling"] + 5 * sum(maps[:3])  # the norm of the last map is in place of the final one
+    assert round(total / 1e9, 2) == giga
+
+
+@pytest.mark.parametrize(("name", "options"), [("vmamba_tiny_224", {}), ("vmamba_base_224", {}), ("vmamba_nano_144", {"expand": 2})])
+@pytest.mark.parametrize("image_size", [(224, 224), (70, 102)])
+def test_closed_form_equals_the_operators(name, options, image_size):
+    model = build.create(name, options, image_size, device="meta")
+    assert cost(name, options, image_size).macs == counted_macs(model, image_size)
+    assert sum(model.param_terms().values()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("size", "backbone"), [("tiny", 29_481_408), ("small", 49_380_096), ("base", 87_534_592)])
+def test_dense_backbones_have_the_published_parameters(size, backbone):
+    with torch.device("meta"):
+        pyramid = build_pyramid(f"vmamba_{size}_224")
+        detector = MaskRcnn(pyramid, 80, MaskRcnnParams())
+    assert sum(p.numel() for p in pyramid.parameters()) == backbone
+    total = sum(p.numel() for p in detector.parameters()) / 1e6
+    assert round(total) == {"tiny": 50, "small": 70, "base": 108}[size]
+
+
+def official_names(depths) -> list[str]:
+    """The names of the release, written out."""
+    names = [f"patch_embed.{i}.{kind}" for i in (0, 2, 5, 7) for kind in ("weight", "bias")]
+    names += [f"classifier.{part}.{kind}" for part in ("norm", "head") for kind in ("weight", "bias")]
+    block = [f"{part}.{kind}" for part in ("norm", "norm2", "mlp.fc1", "mlp.fc2", "op.out_norm") for kind in ("weight", "bias")]
+    block += [f"op.{name}" for name in ("in_proj.weight", "out_proj.weight", "conv2d.weight", "A_logs", "Ds")]
+    block += [f"op.{name}" for name in ("x_proj_weight", "dt_projs_weight", "dt_projs_bias")]
+    for i, depth in enumerate(depths):
+        names += [f"layers.{i}.blocks.{j}.{name}" for j in range(depth) for name in block]
+        names += [f"layers.{i}.downsample.{j}.{kind}" for j in (1, 3) for kind in ("weight", "bias") if i < 3]
+    return names
+
+
+@pytest.mark.parametrize(("size", "depths", "entries"), [("tiny", (2, 2, 8, 2), 276), ("base", (2, 2, 15, 2), 402)])
+def test_official_names(size, depths, entries):
+    with torch.device("meta"):
+        model = timm.create_model(f"vmamba_{size}_224")
+    names = official_names(depths)
+    renamed = official_state_dict({name: torch.empty(1) for name in names})
+    assert set(renamed) == set(model.state_dict()) and len(names) == entries
+    assert "unknown.weight" in official_state_dict({"unknown.weight": torch.empty(1)})
+
+
+def test_an_official_file_loads_with_linear_layers_as_convolutions(truth, tmp_path):
+    """Beside it are a moving average and a training's state, as in the release."""
+    state = below(truth, "model_s2/state_dict/")
+    linear = ("in_proj.weight", "out_proj.weight", "fc1.weight", "fc2.weight")
+    as_convs = {key: x[..., None, None] if key.endswith(linear) else x for key, x in state.items()}
+    averaged = {key: torch.zeros_like(x) for key, x in state.items()}
+    torch.save({"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}, tmp_path / "official.pth")
+    model, image = VMamba(num_classes=7, **shape(truth)).eval(), truth["model_s2/x2"]
+    load_official(model, read_official(tmp_path / "official.pth"))
+    with torch.no_grad():
+        assert torch.equal(model(image), released(truth)(image))
+    with pytest.raises(UserError, match=r"stages\.0\.blocks\.0\.mixer\.Ds missing"):
+        load_official(model, {key: x for key, x in state.items() if key != "layers.0.blocks.0.op.Ds"})
+
+
+@torch.no_grad()
+def test_initialisation():
+    torch.manual_seed(0)
+    model = timm.create_model("vmamba_tiny_224")
+    block = model.stages[2].blocks[1]
+    mixer = block.mixer
+    for weight in (mixer.in_proj.weight, mixer.out_proj.weight, block.mlp.fc1.weight, block.mlp.fc2.weight, model.head.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not any(bias.any() for bias in (block.mlp.fc1.bias, block.mlp.fc2.bias, model.head.bias))
+    # uniform up to a bound, of a third of its square as variance
+    bounds = {mixer.x_proj_weight: 384**-0.5, mixer.dt_projs_weight: 24**-0.5, mixer.conv2d.weight: 1 / 3}
+    bounds |= {model.stages[0].downsample.conv.weight: (9 * 96) ** -0.5, model.patch_embed.conv1.weight: 27**-0.5}
+    for weight, bound in bounds.items():
+        assert weight.abs().max() <= bound and weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+    step = F.softplus(mixer.dt_projs_bias)
+    assert 1e-3 * 0.99 <= step.min() < 2e-3 and 0.05 < step.max() <= 0.1 * 1.01 and not torch.equal(step[0], step[1])
+    assert step.log().mean().item() == pytest.approx(math.log(1e-2), abs=0.15)  # log-uniform: half of them below 0.01
+    assert not mixer.A_logs.any() and (mixer.Ds == 1).all()
+    assert all((module.weight == 1).all() and not module.bias.any() for module in model.modules() if isinstance(module, torch.nn.LayerNorm))
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-5}
+
+
+def test_weight_decay():
+    """What has more than one dimension, rates and step sizes included; not the skips, norms and biases."""
+    model = nano("vmamba")
+    assert model.no_weight_decay() == set()
+    groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    names = {name.rpartition(".")[2] for name, p in model.stages[0].blocks[0].mixer.named_parameters(prefix="mixer") if id(p) in decayed}
+    assert names == {"weight", "x_proj_weight", "dt_projs_weight", "dt_projs_bias", "A_logs"}
+    assert all((id(p) in decayed) == (p.ndim > 1) for p in model.parameters())
+
+
+def test_stochastic_depth_grows_over_the_blocks_of_all_stages_on_both_branches():
+    model = nano("vmamba", drop_path_rate=0.4)
+    blocks = [block for stage in model.stages for block in stage.blocks]
+    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    block = blocks[-1].train()
+    block.drop_path.drop_prob = 1.0
+    x = torch.randn(2, 3, 4, 128)
+    assert torch.equal(block(x), x)
+
+
+def test_the_sum_of_the_routes_stays_in_fp32_under_autocast(monkeypatch):
+    """fp16 would overflow in it; norms bring it back."""
+    from repro.models import vmamba
+
+    seen = []
+    scan = vmamba.selective_scan_routes
+    monkeypatch.setattr(
+        vmamba, "selective_scan_routes", lambda u, *rest, **options: seen.append((u, scan(u, *rest, **options))) or seen[-1][1]
+    )
+    mixer, x = SS2D(8, 1), torch.randn(1, 3, 4, 8)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert mixer(x).dtype == dtype
+        assert [(u.dtype, y.dtype) for u, y in seen] == [(dtype, torch.float32)]
+        seen.clear()
+
+
+def test_half_precision():
+    model, image = nano("vmamba"), torch.randn(1, 3, 40, 64)
+    with torch.no_grad():
+        expected = model(image)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert relative(model(image).float(), expected) < 0.1
+        assert model.bfloat16()(image.bfloat16()).dtype == torch.bfloat16
