@@ -179,8 +179,8 @@ class SpatialPrior(nn.Module):
 class Pyramid(OperatorModel):
     """Images (B, 3, H, W) -> four maps (B, channels[i], H/strides[i], W/strides[i]), of strides 4, 8, 16 and 32.
 
-    Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom. Detectors and segmenters
-    use nothing else of a backbone. `built_from` is the registered name of the backbone and the options it was built with. `trunk` is
+    Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom; a `Hierarchy` rounds its grids
+    up instead. Detectors and segmenters use nothing else of a backbone. `built_from` is the registered name of the backbone and the options it was built with. `trunk` is
     the module whose state dict has the names of the backbone's weights, `trunk_name` its name within the pyramid. A subclass sets
     `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns
     for layer-wise decay, with the name (dot included) that the pyramid has within a larger model as `prefix`.

@@ -153,9 +153,8 @@ class HViT3(Hierarchy):
         The inner step has 6·N·C·d in the heads and 2·9·N·d in the convolution, as in `ViT3.mac_terms`. What is padded is counted.
         """
         sizes = [h * w for h, w in self.grids_of(*image_size)]
-        e = self.widths[0]
-        early = 27 if self.in_chans == 3 else 9 * self.in_chans
-        terms = {"stem": sizes[0] * (4 * (early * (e // 2) + 2 * 9 * (e // 2) ** 2) + 9 * (e // 2) * 4 * e + 4 * e * e)}
+        e, half = self.widths[0], self.widths[0] // 2
+        terms = {"stem": sizes[0] * (4 * (9 * self.in_chans * half + 2 * 9 * half**2) + 9 * half * 4 * e + 4 * e * e)}
         terms |= dict.fromkeys(("downsampling", "cpe", "projections", "inner_glu", "inner_conv", "mlp"), 0)
         for N, C, L, heads in zip(sizes, self.widths, self.depths, self.num_heads, strict=True):
             d = C // heads

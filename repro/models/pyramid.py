@@ -106,7 +106,7 @@ def build_pyramid(
     """A registered backbone as a pyramid: a plain one with a ViT-Adapter, a hierarchical one by its own maps.
 
     Args:
-        name: a plain model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
+        name: a model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
         options: further arguments of the backbone, with the `img_size` of its training where that is not the default.
         drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's extractors.
         features, size: see `ViTAdapter`; a hierarchical backbone uses neither.

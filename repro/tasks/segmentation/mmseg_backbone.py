@@ -14,7 +14,7 @@ class VitttAdapter(mmengine.model.BaseModule):
     """A backbone as a pyramid of maps, in a config `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224", ...)`.
 
     Args:
-        name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one of timm's has its own maps.
+        name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one has its own maps.
         options: further arguments of the backbone.
         final_norm: see `repro.models.adapter.ViTAdapter`.
         drop_path_rate: of the adapter, and of the backbone's last block, to which the rates rise linearly from 0.
