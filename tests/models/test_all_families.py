@@ -12,7 +12,8 @@ from repro.models.backbone import PlainBackbone, remove_tokens
 from tests.models.helpers import nano, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
-OWN = "vittt", "vim", "vrwkv", "vit3"
+OWN = "vittt", "vim", "vrwkv", "vit3", "study"
+OWN_SIZES = dict.fromkeys(OWN, SIZES) | {"study": ("small_patch16_224", "nano_patch4_32", "nano_patch16_144")}
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
 VARIANTS = [
@@ -22,6 +23,8 @@ VARIANTS = [
     ("vittt", {"design": "ttt_layer"}),
     ("vittt", {"w0": "frozen", "chunk_size": 0}),
     ("vrwkv", {"post_norm": True}),
+    ("study", {"positions": "table", "inner_model": "dwconv", "inner_loss": "mse", "inner_rate": "dynamic"}),
+    ("study", {"positions": "table", "mixer": "softmax"}),
 ]
 
 
@@ -41,7 +44,7 @@ def gradients(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.Te
 
 def test_registered_names():
     for family in OWN:
-        assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in SIZES}
+        assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in OWN_SIZES[family]}
 
 
 @pytest.mark.parametrize(("family", "options"), named([case for case in VARIANTS if case is not DEIT]))
@@ -72,7 +75,9 @@ def test_sizes_off_the_patch_grid_are_refused(family, size):
         shaken(nano(family, depth=1))(torch.randn(1, 3, *size))
 
 
-@pytest.mark.parametrize(("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv")), *((f, "chunks") for f in OWN)])
+@pytest.mark.parametrize(
+    ("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study")), *((f, "chunks") for f in OWN)]
+)
 def test_an_option_that_changes_nothing_is_refused(family, option):
     with pytest.raises(TypeError, match=f"argument '{option}'"):
         nano(family, **{option: "max"})
@@ -81,7 +86,7 @@ def test_an_option_that_changes_nothing_is_refused(family, option):
 @pytest.mark.parametrize("family", OWN)
 def test_entry_points_are_functions_of_the_familys_module(family):
     module = sys.modules[f"repro.models.{family}"]
-    assert set(module.__all__) == {f"{family}_{size}" for size in SIZES}
+    assert set(module.__all__) == {f"{family}_{size}" for size in OWN_SIZES[family]}
     assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 
