@@ -26,13 +26,13 @@ def command(
     speed: Annotated[bool, typer.Option(help="With --train: measure the throughput when all are trained.")] = False,
 ) -> None:
     """Count what each reading of the paper changes: parameters and multiply-adds, of pairs too; with --train, its accuracy."""
-    from repro.papers.vision_ttt.grid import Grid, run_variants
+    from repro.papers.grid import run_variants
+    from repro.papers.vision_ttt.grid import make_grid
     from repro.papers.vision_ttt.readings import list_trained, record_fits
 
     if train:
         variants = {name: {"reading": text} if text else {} for name, text in list_trained().items()}
-        grid = Grid(stage="readings", variants=variants, flag="--train")
-        run_variants(grid, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+        run_variants(make_grid("readings", variants, ("--train",)), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
     elif variant is not None or data is not None or epochs is not None:
         raise UserError("readings: --variant, --data and --epochs need --train")
     else:

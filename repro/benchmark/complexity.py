@@ -11,20 +11,22 @@ from ..core.record import make_identity, write_record
 from ..core.ui import track
 from ..measure.adapted import adapted_cost
 from ..measure.flops import Cost, cost
+from ..measure.fvcore import fvcore_terms
 from ..measure.speed import row_id
 from ..models.registry import family_module
 from .params import ADAPTER, ComplexityParams, SizePair
 
 SAVED_AT = 1280  # the image size at which the paper states what Vittt saves (Fig. 1)
-COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention")
+COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention", "macs_g_fvcore")
 
 
 def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
     metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, also with `macs_g_paper_convention`
-    where the papers count otherwise, see `repro.measure.flops.Cost`; `saved_at_1280_percent`, the multiply-adds that Vittt saves against its
-    baseline by size; `dwconv_params_m`, the parameters that the 3x3 depth-wise convolution adds by size.
+    where the papers count otherwise, see `repro.measure.flops.Cost`, and where it is asked for `macs_g_fvcore`, see
+    `repro.measure.fvcore`; `saved_at_1280_percent`, the multiply-adds that Vittt saves against its baseline by size;
+    `dwconv_params_m`, the parameters that the 3x3 depth-wise convolution adds by size.
 
     Raises:
         UserError: an unknown model or option, or an image size that a model refuses.
@@ -33,13 +35,15 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     wanted = {row_id(*row): row for row in params.rows()}
     print(f"complexity: counting {len(wanted)} rows")
     costs = {name: count_row(*row) for name, row in track(list(wanted.items()), "counting", unit="rows")}
+    asked = {row_id(*row): row for group in params.groups if group.fvcore for row in group.rows()}
+    fvcore = {name: fvcore_terms(*row) for name, row in asked.items()}
     saved, dwconv = _compare_pairs(params.sizes)
 
     folder = paths.results / "complexity"
-    rows = {name: _make_row(*wanted[name], counted) for name, counted in costs.items()}
+    rows = {name: _make_row(*wanted[name], counted, fvcore.get(name)) for name, counted in costs.items()}
     table = [{**row, "row": name, "image_size": name.rpartition("@")[2]} for name, row in rows.items()]
     write_csv(folder / "rows.csv", table, COLUMNS)
-    write_csv(folder / "terms.csv", [term for name, counted in costs.items() for term in _list_terms(name, counted)])
+    write_csv(folder / "terms.csv", [term for name, counted in costs.items() for term in _list_terms(name, counted, fvcore.get(name, {}))])
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
     # families are found by lying in repro.models, where no import names them
@@ -68,16 +72,21 @@ def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dic
     return saved, dwconv
 
 
-def _make_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost) -> dict[str, Any]:
+def _make_row(
+    model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost, fvcore: Mapping[str, int] | None
+) -> dict[str, Any]:
     row = {"model": model, "options": dict(options), "image_size": list(image_size), "num_params": counted.num_params}
     row |= {"params_m": round(counted.num_params / 1e6, 3), "macs_g": counted.macs_g, "method": counted.method}
     if counted.paper_terms:
         row["macs_g_paper_convention"] = counted.macs_g_paper_convention
+    if fvcore:
+        row["macs_g_fvcore"] = sum(fvcore.values()) / 1e9
     return row
 
 
-def _list_terms(name: str, counted: Cost) -> list[dict[str, Any]]:
+def _list_terms(name: str, counted: Cost, fvcore: Mapping[str, int]) -> list[dict[str, Any]]:
     kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms, "macs_paper_convention": counted.paper_terms}
+    kinds["macs_fvcore"] = fvcore
     return [
         {"row": name, "kind": kind, "term": term, "value": value} for kind, terms in kinds.items() for term, value in terms.items() if value
     ]

@@ -25,11 +25,20 @@ class SizePair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows to count: every model at every side of a square image in pixels with every combination of the options that `vary`."""
+    """Rows to count: every model at every side of a square image in pixels with every combination of the options that `vary`.
+
+    With `fvcore`, its rows also have the count of fvcore, see `repro.measure.fvcore`.
+    """
 
     models: tuple[str, ...]
     image_sizes: tuple[int, ...] = bounded(ge=1)
     vary: dict[str, tuple[str | int, ...]] = dataclasses.field(default_factory=dict)
+    fvcore: bool = False
+
+    def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
+        """Yield model, options and (H, W) of every row."""
+        for model, side, *values in itertools.product(self.models, self.image_sizes, *self.vary.values()):
+            yield model, dict(zip(self.vary, values, strict=True)), (side, side)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +68,7 @@ class ComplexityParams:
     def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
         """Yield model, options and (H, W) of every row; a row may come twice."""
         for group in self.groups:
-            for model, side, *values in itertools.product(group.models, group.image_sizes, *group.vary.values()):
-                yield model, dict(zip(group.vary, values, strict=True)), (side, side)
+            yield from group.rows()
         for backbone, size in itertools.product(self.adapters.backbones, self.adapters.image_sizes):
             yield ADAPTER, {"backbone": backbone}, (size.height, size.width)
 

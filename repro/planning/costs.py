@@ -70,6 +70,8 @@ def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
         macs = "macs_g_paper_convention" if model == ADAPTER else "macs_g"
         row = row_id(planner.model_key(model, options), {}, image_size)
         gives |= {("params_m", row, ""), (macs, row, "")}
+    for model, options, image_size in (row for group in params.groups if group.fvcore for row in group.rows()):
+        gives.add(("macs_g_fvcore", row_id(planner.model_key(model, options), {}, image_size), ""))
     basis = "CPU only, under a minute"
     return [PlanRow(command=planner.command(), gpu_hours=0.0, disk_gb=0.0, basis=basis, gives=frozenset(gives))]
 

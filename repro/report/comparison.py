@@ -34,7 +34,8 @@ def how_to_read(report: Report) -> Section:
         f"`repro report` writes this page from the records under `results/` and from the paper's ledger; code sets every status. params.yaml "
         f"holds {report.named}. All entries, with reasons, commands and records, are in {files}."
     )
-    speed = f", speed and memory only when taken on one {conditions.speed_device} at batch {conditions.speed_batch}"
+    batch = f" at batch {conditions.speed_batch}" if conditions.speed_batch else " at the paper's batch, which it does not name"
+    speed = f", speed and memory only when taken on one {conditions.speed_device}{batch}"
     units = (
         "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
         f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."

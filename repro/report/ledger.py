@@ -16,7 +16,7 @@ from .expressions import Expression
 _BECAUSE = "the paper's other numbers give {computed}"
 Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
 _PLACE = re.compile(
-    r"Table \d(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
+    r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
 )
 
 
@@ -92,14 +92,23 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a table. `ours` may use {model}, {size} and the other keys of a row; `by_formula` stands for it where no model is built."""
+    """A column of a table. `ours` may use {model}, {size} and the other keys of a row; `by_formula` stands for it where no model is built.
+
+    A column without `ours` has a `reason` and a `command`, as a claim has.
+    """
 
     label: str
     unit: str
     kind: Kind
-    ours: str
+    ours: str | None = None
     by_formula: str | None = None
     fitted: str | None = None
+    reason: str | None = None
+    command: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.ours is None) != (self.reason is not None) or (self.reason is None) != (self.command is None):
+            raise ValueError(f"column {self.label}: has neither `ours` nor a reason and a command, or both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +150,7 @@ class Table:
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
         ours = column.ours if row["model"] else column.by_formula
         family = row["label"].rpartition("-")[0] or row["label"]
+        reason, command = (column.reason, column.command) if row["model"] else (None, None)
         return Entry(
             id=entry_id,
             place=f"{self.place}, row {row['label']}, column {column.label}",
@@ -151,8 +161,8 @@ class Table:
             relations=tuple(relation for relation in relations if relation.id == entry_id),
             fitted=column.fitted,
             ours=Expression.parse(ours.format(**row)) if ours else None,
-            reason=None if ours else f"{family} is not built in this project",
-            command=None if ours else "none until the model is built",
+            reason=None if ours else reason or f"{family} is not built in this project",
+            command=None if ours else command or "none until the model is built",
         )
 
 

@@ -44,13 +44,15 @@ class Variants:
     options: Mapping[str, Mapping[str, Any]]  # variant -> the options of the model that it changes; {} for the plain model
     tables: tuple[VariantTable, ...]  # where they are compared
     places: str  # the same in words, e.g. `Tables 3 and 4`
-    stage: str  # the stage that trains them; its verb with `--all` trains all of them
+    stage: str  # the stage that trains them; its verb with `flags` and `--all` trains all of them
+    flags: str = ""  # what of its verb's options says that they are these
     about: str  # the model and the data that the paper's numbers are of, in words
+    label: str = ""  # what the plain model is called; empty for the paper's model
 
     @property
     def command(self) -> str:
         """The command that trains them."""
-        return f"repro {self.stage}"
+        return f"repro {self.stage} {self.flags}".strip()
 
     @cached_property
     def changed(self) -> frozenset[str]:

@@ -130,10 +130,9 @@ def variants_section(report: Report) -> Section:
     title = f"The ablations: {variants.places}"
     judged = judge_variants(report)
     if not judged:
-        command = variants.command
-        return Section(
-            title, [prose(f"No variant is trained yet: `{command}`, or `{command} --all` for all {len(variants.options)} variants.")]
-        )
+        some = "" if variants.flags else f"`{variants.command}`, or "  # the cells of params.yaml are of one paper
+        text = f"No variant is trained yet: {some}`{variants.command} --all` for all {len(variants.options)} variants."
+        return Section(title, [prose(text)])
     rows = [
         [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
         for group, where, found in judged
@@ -234,7 +233,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
         spread = m.get("top1_std_percent")
         rows.append(
             [
-                changes or paper.model,
+                changes or paper.variants.label or paper.model,
                 *(_number(find_printed(ledger, where.rows[name], key)) for key in printed),
                 _number(m["num_params"] / 1e6, ".4g"),
                 _number(m.get("macs_g"), ".4g"),

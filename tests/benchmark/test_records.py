@@ -54,6 +54,16 @@ def test_complexity_counts_every_combination(tmp_path):
     assert lines[f"{DEIT}@224"]["macs_g_paper_convention"] == "" and "macs_g_paper_convention" not in metrics["rows"][f"{DEIT}@224"]
 
 
+def test_complexity_counts_as_fvcore_where_it_is_asked_to(tmp_path):
+    """A LayerNorm counts 5 per value: 25 of them, of 197 tokens of width 192."""
+    groups = [{"models": [DEIT], "image_sizes": [224, 384]}, {"models": [DEIT], "image_sizes": [224], "fvcore": True}]
+    count(tmp_path, groups=groups)
+    metrics, table = read(tmp_path / "results" / "complexity")
+    row, other = (metrics["rows"][f"{DEIT}@{size}"] for size in (224, 384))
+    assert round((row["macs_g_fvcore"] - row["macs_g"]) * 1e9) == 25 * 197 * 192 * 5 and "macs_g_fvcore" not in other
+    assert [line["macs_g_fvcore"] for line in table] == [str(row["macs_g_fvcore"]), ""]
+
+
 @pytest.mark.parametrize("group", [{"models": ["vittt_gigantic"]}, {"models": [NANO], "vary": {"designs": ["dual"]}}])
 def test_complexity_refuses_in_one_line(tmp_path, group):
     with pytest.raises(UserError, match=r"^complexity: \S+@144: "):

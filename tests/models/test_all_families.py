@@ -13,7 +13,8 @@ from repro.models.hierarchy import Hierarchy
 from tests.models.helpers import HIERARCHICAL, nano, nano_name, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
-OWN = "vittt", "vim", "vrwkv", "vit3"
+OWN = "vittt", "vim", "vrwkv", "vit3", "study"
+OWN_SIZES = dict.fromkeys(OWN, SIZES) | {"study": ("small_patch16_224", "nano_patch4_32", "nano_patch16_144")}
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
 PLAIN_VARIANTS = [
@@ -23,6 +24,8 @@ PLAIN_VARIANTS = [
     ("vittt", {"design": "ttt_layer"}),
     ("vittt", {"w0": "frozen", "chunk_size": 0}),
     ("vrwkv", {"post_norm": True}),
+    ("study", {"positions": "table", "inner_model": "dwconv", "inner_loss": "mse", "inner_rate": "dynamic"}),
+    ("study", {"positions": "table", "mixer": "softmax"}),
 ]
 VARIANTS = [*PLAIN_VARIANTS, *((family, {}) for family in HIERARCHICAL)]
 
@@ -52,7 +55,7 @@ def frozen_statistics(model: torch.nn.Module) -> torch.nn.Module:
 
 def test_registered_names():
     for family in OWN:
-        assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in SIZES}
+        assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in OWN_SIZES[family]}
     for family in HIERARCHICAL:
         assert set(timm.list_models(f"{family}_*")) == {*(f"{family}_{size}_224" for size in ("tiny", "small", "base")), nano_name(family)}
 
@@ -134,7 +137,9 @@ def test_the_head_of_a_hierarchy_is_replaced(family):
         model.forward_intermediates(image, output_fmt="NLC")
 
 
-@pytest.mark.parametrize(("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv")), *((f, "chunks") for f in OWN)])
+@pytest.mark.parametrize(
+    ("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study")), *((f, "chunks") for f in OWN)]
+)
 def test_an_option_that_changes_nothing_is_refused(family, option):
     with pytest.raises(TypeError, match=f"argument '{option}'"):
         nano(family, **{option: "max"})
@@ -143,7 +148,7 @@ def test_an_option_that_changes_nothing_is_refused(family, option):
 @pytest.mark.parametrize("family", OWN)
 def test_entry_points_are_functions_of_the_familys_module(family):
     module = sys.modules[f"repro.models.{family}"]
-    assert set(module.__all__) == {f"{family}_{size}" for size in SIZES}
+    assert set(module.__all__) == {f"{family}_{size}" for size in OWN_SIZES[family]}
     assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 

@@ -1,6 +1,7 @@
 """`repro ablate` as a user runs it: the grid counted by hand, cells that are killed and continue, and every wrong input as one line."""
 
 import csv
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,13 +20,12 @@ from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
 from repro.measure.flops import cost
-from repro.papers.vision_ttt.grid import Grid, vary_recipe
+from repro.papers.grid import build_variant, load_grid, vary_recipe
+from repro.papers.vision_ttt.grid import GRID
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.tasks.classification.spec import SPEC
 from repro.training.cells import train_cell
 from repro.training.job import Cell
-
-GRID = Grid(stage="ablate", variants=VARIANTS)
 
 CELL = Path("results/ablate/conv1d")
 COMMAND = [sys.executable, "-m", "repro", "ablate"]
@@ -124,7 +124,8 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
     """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
     from repro.core.runtime import choose_device, device_slug
 
-    monkeypatch.setattr("repro.papers.vision_ttt.variants.VARIANTS", {name: VARIANTS[name] for name in ("conv1d", "head")})
+    two = {name: VARIANTS[name] for name in ("conv1d", "head")}
+    monkeypatch.setattr("repro.papers.vision_ttt.grid.GRID", dataclasses.replace(GRID, variants=two))
     arguments = ("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
     stopper = threading.Thread(target=stop_when_begun, daemon=True)
     stopper.start()
@@ -168,12 +169,31 @@ def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
     assert vary_recipe(GRID, "head", Paths(ready), data=None, seeds=(0,), epochs=7).transform.re_prob == 0.25
 
 
+def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
+    """`pretrain` has no model of the study here; the results do not meet those of Vittt's variants, nor its names in .runs."""
+    from repro.core.runtime import choose_device, device_slug
+
+    arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
+    code, out, err = repro_cli(*arguments)
+    assert code == 0, err
+    assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out
+    folder = Paths(ready).measured(device_slug(choose_device("cpu"))) / "ablate" / "vit3" / "digits" / "fc"
+    metrics = record(folder)["metrics"]
+    assert metrics["model"] == "study_nano_patch4_32" and metrics["options"] == {"inner_model": "fc"} and metrics["image_size"] == 32
+    built = build_variant(load_grid("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
+    assert built.cell.name == "vit3_digits_fc" and built.arguments[:4] == ("--paper", "vit3", "--variant", "fc")
+    assert repro_cli(*arguments) == (0, "", "")  # it is there
+
+
 WRONG = [
     (["--all", "--data", "digit"], "ablate: --data digit: not a cell of prepare_data in params.yaml; did you mean 'digits'?"),
     (["--all", "--data", "imagenet"], "results/prepare_data/imagenet/manifest.json: no such manifest"),
     (["--variant", "conv1"], "ablate: --variant conv1: not known; did you mean 'conv1d'?"),
     (["--all", "--cell", "conv1d"], "leave them out with --all and --variant"),
     (["--cell", "conv1"], "ablate.conv1: no such section; did you mean 'conv1d'?"),
+    (["--all", "--paper", "vit"], "ablate: --paper vit: not known; did you mean 'vit3'?"),
+    (["--paper", "vit3"], "ablate: --paper vit3: give --all or --variant with it"),
+    (["--variant", "conv1d", "--paper", "vit3"], "ablate: --variant conv1d: not known; did you mean 'conv'?"),
 ]
 
 

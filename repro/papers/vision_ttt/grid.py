@@ -1,102 +1,16 @@
-"""Grids of variants of Vittt, trained as `pretrain` trains its first Vittt: the paper's ablations, and the readings of the paper."""
+"""The variants of Vittt as grids, trained as `pretrain` trains its first Vittt."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.config import load_section, section_keys
-from ...core.errors import UserError, did_you_mean
-from ...core.paths import Paths, find_root
-from ...core.runtime import choose_device, device_slug, load_runtime
-from ...data.cells import manifest_path
-from ...data.kinds import PrepareData
-from ...data.manifest import read_manifest
-from ...tasks.classification.params import ClassifierParams
-from ...tasks.classification.spec import SPEC
-from ...training.grid import Variant, train_grid, train_one
-from ...training.job import Cell
+from ..grid import Grid
 from .recipe import describe_recipe
+from .variants import VARIANTS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Variants that a stage trains.
-
-    Args:
-        stage: its name.
-        variants: name -> the options of the model that it changes.
-        flag: of the command line, with which the stage trains its variants; None where `--variant` suffices.
-    """
-
-    stage: str
-    variants: Mapping[str, Mapping[str, Any]]
-    flag: str | None = None
+def make_grid(stage: str, variants: Mapping[str, Mapping[str, Any]], flags: tuple[str, ...] = ()) -> Grid:
+    """Variants of Vittt that a stage trains; for `flags` see `Grid`."""
+    return Grid(stage=stage, variants=variants, family="vittt", model="Vittt", describe=describe_recipe, folder=stage, flags=flags)
 
 
-def run_variants(grid: Grid, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool) -> None:
-    """Train one variant in this process, or all in processes of their own, into results/measured/<device>/<stage>/<data>/<variant>/.
-
-    Args:
-        grid: the stage and its variants.
-        variant: the name of one; None trains all.
-        data: a cell of prepare_data; None takes that of pretrain's first Vittt.
-        seeds, epochs: trainings of each variant, with seeds 0, 1, ..., and their length; None takes that of `pretrain`.
-        jobs, speed: see `repro.training.grid.train_grid`.
-
-    Raises:
-        UserError: an unknown variant or data set; see also `train_grid`.
-    """
-    for name, value in {"seeds": seeds, "epochs": epochs, "jobs": jobs}.items():
-        if value is not None and value < 1:
-            raise UserError(f"{grid.stage}: --{name} {value}: expected 1 or more")
-    paths = find_root()
-    names = list(grid.variants) if variant is None else [variant]
-    built = {name: build_variant(grid, name, paths, data=data, seeds=seeds, epochs=epochs) for name in names}
-    read_manifest(manifest_path(paths, built[names[0]].cell.params.data))
-    if variant is None:
-        train_grid(built, jobs=jobs, speed=speed)
-    else:
-        train_one(variant, built[variant], speed=speed)
-
-
-def build_variant(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds: int, epochs: int | None) -> Variant:
-    """A variant with its cell; see `run_variants` and `vary_recipe`."""
-    params = vary_recipe(grid, name, paths, data=data, seeds=tuple(range(seeds)), epochs=epochs)
-    runtime = load_runtime(paths)
-    folder = paths.measured(device_slug(choose_device(runtime.device))) / grid.stage / params.data / name
-    shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": describe_recipe}
-    cell = Cell(stage=grid.stage, name=f"{params.data}_{name}", params=params, spec=SPEC, **shared)
-    changes = ", ".join(f"{key} {value}" for key, value in grid.variants[name].items()) or "Vittt itself"
-    options = {"--variant": name, "--data": params.data, "--seeds": seeds, "--epochs": params.epochs}
-    arguments = (*([grid.flag] if grid.flag else []), *(str(part) for pair in options.items() for part in pair), "--no-speed")
-    return Variant(cell=cell, changes=changes, arguments=arguments)
-
-
-def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds: tuple[int, ...], epochs: int | None) -> ClassifierParams:
-    """The parameters of a variant, trained as `pretrain` trains its first Vittt on this data.
-
-    Where `pretrain` has no Vittt on the data, the recipe of its first Vittt holds, without the changes of the image that its labels
-    may not survive; generated images keep their own size.
-
-    Raises:
-        UserError: an unknown variant or data set, or no Vittt in `pretrain`.
-    """
-    if name not in grid.variants:
-        raise UserError(f"{grid.stage}: --variant {name}: not known{did_you_mean(name, grid.variants)}")
-    every = [load_section(ClassifierParams, paths.params, "pretrain", cell) for cell in section_keys(paths.params, "pretrain")]
-    ours = [params for params in every if params.model.startswith("vittt_")]
-    if not ours:
-        raise UserError(f"{paths.params}: pretrain: has no cell with a Vittt, whose recipe the variants need; add one")
-    data = data or ours[0].data
-    if data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{did_you_mean(data, known)}")
-    recipe = next((params for params in ours if params.data == data), None)
-    if recipe is None:
-        unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None}
-        unchanged |= {"re_prob": 0.0, "crop_pct": 1.0}
-        if written := load_section(PrepareData, paths.params, "prepare_data", data).curves:
-            unchanged["image_size"] = written.image_size
-        transform = dataclasses.replace(ours[0].transform, **unchanged)
-        recipe = dataclasses.replace(ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0))
-    options, length = {**recipe.options, **grid.variants[name]}, epochs or recipe.epochs
-    return dataclasses.replace(recipe, data=data, options=options, seeds=seeds, epochs=length, snapshot_epochs=())
+GRID = make_grid("ablate", VARIANTS)

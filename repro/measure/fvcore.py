@@ -1,0 +1,52 @@
+"""Multiply-adds as fvcore counts them, by which the papers of the ViT³ family print their FLOPs.
+
+fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or GroupNorm with a
+learned scale and 4 in one without, 2 in a BatchNorm at inference (1 without a scale), 4 at the output of a bilinear interpolation and
+1 of a nearest one. A gradient inside the forward pass is a product or a convolution here; fvcore sees it where it is written as one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import build
+from .flops import OperatorCounter, cost
+
+_PER_OUTPUT = {"upsample_bilinear2d": 4, "upsample_nearest2d": 1}
+
+
+def fvcore_terms(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
+    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are ours, `norms` and `interpolation`.
+
+    Raises:
+        ValueError: as `flops.cost`.
+    """
+    counted = cost(name, options, image_size)
+    return {"multiply_adds": counted.macs, **count_extras(build.create(name, options, image_size, fused=False, device="meta"), image_size)}
+
+
+def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
+    """What fvcore counts beside multiply-adds in a forward pass of one image of (H, W) pixels, on the model's own device."""
+    image = torch.empty(1, 3, *image_size, device=next(model.parameters()).device)
+    with torch.no_grad(), _ExtrasCounter() as counter:
+        model(image)
+    return counter.extras
+
+
+class _ExtrasCounter(OperatorCounter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extras = {"norms": 0, "interpolation": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._opname
+        if name in ("native_layer_norm", "native_group_norm"):
+            scale = args[2 if name == "native_layer_norm" else 1]
+            self.extras["norms"] += args[0].numel() * (4 if scale is None else 5)
+        elif "batch_norm" in name:
+            self.extras["norms"] += args[0].numel() * (1 if args[1] is None else 2)
+        elif name in _PER_OUTPUT:
+            self.extras["interpolation"] += out.numel() * _PER_OUTPUT[name]
+        return out

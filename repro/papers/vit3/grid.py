@@ -1,0 +1,32 @@
+"""The grid of the design study, and its recipe for the embedded digits."""
+
+from ...core.config import build
+from ...tasks.classification.params import ClassifierParams
+from ..grid import Grid
+from .recipe import describe_recipe
+from .variants import VARIANTS
+
+# 20 to 25 seconds for one seed of the plain variant on one free thread; a patch is a pixel of the scanned 8x8 digit
+RECIPE = {
+    "model": "study_nano_patch4_32",
+    "data": "digits",
+    "epochs": 16,
+    "batch_size": 32,
+    "drop_path": 0.0,
+    "evaluate_every": 2,
+    "precision": "fp32",
+    "optim": {"lr": 3e-3, "warmup_lr": 1e-5, "min_lr": 1e-5, "lr_batch_size": 32, "warmup_epochs": 2},
+    "mix": {"mixup": 0.0, "cutmix": 0.0},
+    "transform": {"image_size": 32, "scale": [0.7, 1.0], "ratio": [0.85, 1.18], "hflip": 0.0, "crop_pct": 1.0},
+}
+
+GRID = Grid(
+    stage="ablate",
+    variants=VARIANTS,
+    family="study",
+    model="two-layer MLP",
+    describe=describe_recipe,
+    recipe=build(ClassifierParams, RECIPE, "the recipe of the design study"),
+    folder="ablate/vit3",
+    flags=("--paper", "vit3"),
+)

@@ -1,0 +1,181 @@
+"""The shell of the design study: counts against the paper's printed ones and by hand, and what its parts do."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from repro.measure.build import create
+from repro.measure.flops import cost, counted_macs
+from repro.models.inner import learn
+from repro.training.optim import build_optimizer
+from repro.training.params import OptimParams
+from tests.models.helpers import nano, relative, shaken
+
+SMALL = "study_small_patch16_224"
+# options -> parameters and multiply-adds as Tables 1, 2, 4 and 6 of the paper print them; the latter include 5 per element of a LayerNorm
+PRINTED = [
+    ({}, 23.5, 4.58),
+    ({"inner_loss": "mse"}, 23.5, 4.63),
+    ({"inner_loss": "rmse"}, 23.5, 4.63),
+    ({"inner_loss": "mae"}, 23.5, 4.63),
+    ({"inner_loss": "smooth_l1"}, 23.5, 4.63),
+    ({"inner_batches": 2}, 23.5, 4.58),
+    ({"inner_batches": 3}, 23.5, 4.58),
+    ({"inner_batches": 4}, 23.5, 4.58),
+    ({"inner_epochs": 2}, 23.5, 4.81),
+    ({"inner_epochs": 3}, 23.5, 5.04),
+    ({"inner_epochs": 4}, 23.5, 5.27),
+    ({"inner_width": 2}, 24.1, 4.92),
+    ({"inner_width": 3}, 24.7, 5.27),
+    ({"inner_width": 4}, 25.2, 5.62),
+    ({"inner_model": "fc"}, 23.2, 4.34),
+    ({"inner_depth": 3}, 23.8, 4.81),
+    ({"inner_model": "silu_fc"}, 23.2, 4.40),
+    ({"inner_model": "swiglu"}, 23.8, 4.75),
+    ({"inner_model": "glu"}, 23.5, 4.58),
+    ({"inner_model": "conv"}, 25.5, 5.27),
+    ({"inner_model": "dwconv"}, 22.9, 4.25),
+    ({"inner_model": "mlp_residual"}, 23.5, 4.58),
+    ({"inner_model": "mlp_identity"}, 23.5, 4.58),
+    ({"inner_start": "identity"}, 23.5, 4.58),
+]
+LAYER_NORMS = 25 * 196 * 384 * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "millions", "giga"), PRINTED, ids=["-".join(map(str, case[0].values())) or "plain" for case in PRINTED]
+)
+def test_counts_are_those_that_the_paper_prints(options, millions, giga):
+    counted = cost(SMALL, options, (224, 224))
+    assert counted.method == "analytic" and round(counted.num_params / 1e6, 1) == millions
+    assert abs((counted.macs + LAYER_NORMS) / 1e9 - giga) <= 0.005
+    assert counted_macs(create(SMALL, options, (224, 224), device="meta"), (224, 224)) == counted.macs
+
+
+def test_parameters_by_hand():
+    """DeiT-S without its class token and positions, a table of 197 rows in each block, and 12·6 heads of inner weights."""
+    deit = 768 * 384 + 384 + 12 * (4 * 384**2 + 4 * 384 + 8 * 384**2 + 5 * 384 + 4 * 384) + 2 * 384 + 1000 * 384 + 1000
+    assert deit == 21_974_632 and deit + 12 * 197 * 384 == 22_882_408
+    for options, weights in (({}, 2), ({"inner_model": "fc"}, 1), ({"inner_width": 4}, 8), ({"inner_model": "conv"}, 9)):
+        assert cost(SMALL, options, (224, 224)).num_params == 22_882_408 + weights * 294_912
+    assert cost(SMALL, {"inner_model": "dwconv"}, (224, 224)).num_params == 22_882_408 + 41_472
+    assert cost(SMALL, {"inner_rate": "dynamic", "positions": "none"}, (224, 224)).num_params == deit + 2 * 294_912 + 12 * 384 * 6
+    # timm's DeiT-S has a class token, its position and 196 others
+    assert sum(p.numel() for p in timm.create_model("deit_small_patch16_224").parameters()) == deit + 384 + 197 * 384
+    assert cost(SMALL, {"mixer": "softmax", "positions": "table"}, (224, 224)).num_params == deit + 196 * 384
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mixer": "softmax", "positions": "table"}, {"inner_model": "conv", "inner_rate": "dynamic", "num_classes": 0}]
+)
+@pytest.mark.parametrize("size", [(144, 144), (32, 80)])
+def test_closed_form_equals_the_operators(options, size):
+    name = "study_nano_patch16_144"
+    counted = cost(name, options, size)
+    assert counted.method == "analytic"
+    assert counted_macs(create(name, options, size, fused=False, device="meta"), size) == counted.macs
+
+
+def test_softmax_in_the_shell_is_timms_vit_without_class_token():
+    ours = shaken(nano("study", mixer="softmax", positions="table"))
+    shape = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2, "num_classes": 10}
+    theirs = timm.models.VisionTransformer(**shape, class_token=False, global_pool="avg", fc_norm=False).eval()
+    state = {name.replace("patch_embed.", "patch_embed.proj."): value for name, value in ours.state_dict().items()}
+    theirs.load_state_dict(state)
+    image = torch.randn(2, 3, 144, 144)
+    with torch.no_grad():
+        assert relative(ours(image), theirs(image)) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"inner_model": "glu", "inner_damping": True}, {"inner_model": "dwconv", "inner_rate": "dynamic"}])
+def test_a_block_by_its_equations(options):
+    model = shaken(nano("study", **options)).double()
+    block, grid, C = model.blocks[1], (3, 5), 64
+    x = torch.randn(2, 15, C, dtype=torch.float64)
+
+    def split(tokens: Tensor) -> Tensor:
+        return tokens.unflatten(-1, (2, 32)).transpose(1, 2)
+
+    normed = block.norm1(x)
+    q, k, v = (split(part) for part in block.attn.qkv(normed).split(C, dim=-1))
+    weights = [parameter for name, parameter in block.attn.named_parameters() if name in ("w1", "w2", "w3")]
+    rates = torch.sigmoid(normed @ block.attn.rate.weight.T).mT if "inner_rate" in options else None
+    mixed = learn(model.loop, weights, q, k, v, grid, rates).transpose(1, 2).flatten(2)
+    expected = x + block.attn.proj(mixed)
+    expected = expected + block.mlp(block.norm2(expected))
+    block.positions = None
+    assert relative(block(x, grid), expected) < 1e-12
+
+
+def test_positions_are_added_where_they_should_be_and_resampled():
+    image = torch.randn(1, 3, 144, 144)
+    for positions in ("table", "block_table", "none"):
+        model = shaken(nano("study", positions=positions))
+        with torch.no_grad():
+            tokens, grid = model.embed(image)
+            bare = model.patches(image)[0]
+            table = {
+                "table": getattr(model, "pos_embed", None),
+                "block_table": model.blocks[0].positions and model.blocks[0].positions.table,
+            }.get(positions)
+            if positions == "block_table":
+                shift = model.blocks[0].positions.shift
+                assert torch.equal(tokens, bare)
+                assert torch.equal(model.blocks[0].positions(tokens, grid), bare + table + shift)
+                small = model.blocks[0].positions(torch.zeros(1, 6, 64), (2, 3))
+                resampled = F.interpolate(table.reshape(1, 9, 9, 64).permute(0, 3, 1, 2), size=(2, 3), mode="bicubic", antialias=False)
+                torch.testing.assert_close(small, resampled.flatten(2).mT + shift)
+            else:
+                assert torch.equal(tokens, bare if table is None else bare + table)
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = timm.create_model(SMALL, depth=1, position_std=0.3, inner_model="swiglu")
+    block = model.blocks[0]
+    for weight in (block.attn.qkv.weight, block.mlp.fc1.weight, block.attn.w1, block.attn.w2, block.attn.w3):
+        assert abs(weight.detach().std().item() / 0.02 - 1) < 0.1
+    assert abs(block.positions.table.detach().std().item() / 0.3 - 1) < 0.1 and not block.positions.shift.any()
+    start = timm.create_model(SMALL, depth=1, inner_start="identity").blocks[0].attn
+    assert torch.equal(start.w2, torch.eye(64).expand(6, 64, 64)) and start.w1.std() < 0.03
+
+
+def test_weight_decay_falls_on_matrices_and_inner_weights_alone():
+    model = nano("study", inner_rate="dynamic", inner_model="dwconv")
+    decayed = {
+        id(p) for group in build_optimizer(model, OptimParams(lr=1e-3), 512).param_groups if group["weight_decay"] for p in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == (parameter.ndim > 1 and not name.endswith("positions.table")), name
+    assert nano("study", positions="table").no_weight_decay() == {"pos_embed"}
+
+
+def test_values_of_a_model_with_mae_never_learn():
+    """The value part of each qkv has a gradient of exactly zero, and the rest of it has not."""
+    for loss, learns in (("mae", False), ("mse", True)):
+        model = shaken(nano("study", inner_loss=loss)).train()
+        model(torch.randn(2, 3, 64, 80)).square().sum().backward()
+        for block in model.blocks:
+            of_values = [parameter.grad[128:] for parameter in (block.attn.qkv.weight, block.attn.qkv.bias)]
+            assert any(gradient.any() for gradient in of_values) == learns
+            assert block.attn.qkv.weight.grad[:64].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 3}, "embed_dim 64 is not a multiple of num_heads 3"),
+        ({"mixer": "softmx"}, "mixer 'softmx': not known; did you mean 'softmax'?"),
+        ({"positions": "tables"}, "positions 'tables': not known; did you mean 'table'?"),
+        ({"inner_start": "eye"}, "inner_start 'eye': not known"),
+        ({"mixer": "softmax", "inner_lr": 2.0}, "mixer softmax: has no inner learner"),
+        ({"inner_model": "dwconv", "inner_start": "identity"}, "the last weight of dwconv at width 1 is no square matrix"),
+        ({"inner_width": 2, "inner_start": "identity"}, "the last weight of mlp at width 2 is no square matrix"),
+        ({"inner_model": "gru"}, "inner model 'gru': not known"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        nano("study", **options)

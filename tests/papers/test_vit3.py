@@ -1,0 +1,281 @@
+"""The room of ViT³: the ledger against the paper's text, every count that its models have, its formulas by hand, its variants."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from repro.core.config import load_yaml
+from repro.core.hashing import import_closure
+from repro.core.paths import Paths
+from repro.measure.flops import cost
+from repro.measure.fvcore import fvcore_terms
+from repro.models.registry import build_model
+from repro.papers import load_papers
+from repro.papers.grid import load_grid, vary_recipe
+from repro.papers.vit3 import formulas
+from repro.papers.vit3.variants import ORDERS, ROWS, VARIANTS
+from repro.report.demands import demands
+from repro.report.markdown import render_markdown
+from repro.report.pages import build_document
+from repro.report.results import Results
+from repro.report.variants import find_groups, find_orders, judge_group
+from tests.report.conftest import JUDGE, SCORES
+
+ROOT = Path(__file__).parents[2]
+PAPER = load_papers()["vit3"]
+# the official H-ViT3-T/S/B: parameters, and multiply-adds at 224 as fvcore counts them, from the authors' code
+H_VIT3 = {"tiny": (28_703_560, 4.9198), "small": (54_362_056, 8.7602), "base": (94_369_304, 16.7227)}
+# the official DiT3, with its table of positions, and DiT: parameters, and multiply-adds with and without norms
+DIT3 = {
+    "dit3_small_patch8": (34_972_928, 0.4042),
+    "dit3_small_patch4": (34_769_792, 1.5691),
+    "dit3_small_patch2": (34_788_128, 6.2289),
+    "dit3_base_patch8": (134_521_856, 1.5099),
+    "dit3_base_patch4": (134_115_968, 5.8778),
+    "dit3_base_patch2": (134_152_736, 23.3498),
+}
+DIT = {
+    "dit_small_patch8": (33_148_160, 0.3580),
+    "dit_small_patch4": (32_945_024, 1.4126),
+    "dit_small_patch2": (32_963_360, 6.0557),
+    "dit_base_patch8": (130_881_536, 1.4175),
+    "dit_base_patch4": (130_475_648, 5.5652),
+    "dit_base_patch2": (130_512_416, 23.0051),
+}
+KNOWN = {f"hvit3_{size}_224": (count, macs, 224) for size, (count, macs) in H_VIT3.items()}
+KNOWN |= {name: (count, macs, 32) for name, (count, macs) in (DIT3 | DIT).items()}
+
+
+@functools.cache
+def count_rows() -> dict[str, dict]:
+    """The rows of `repro complexity` that the ledger asks for: models of this project are counted, the others are the known ones."""
+    asked = {first for places in demands(PAPER.ledger).values() for needed in places for _, first, _ in needed if "@" in first}
+    asked |= {
+        call.args[0]
+        for entry in PAPER.ledger.entries.values()
+        if entry.ours
+        for call in entry.ours.calls
+        if call.args and "@" in str(call.args[0])
+    }
+    rows = {}
+    for key in sorted(asked):
+        name, options, side = re.fullmatch(r"(\w+)(?:\[(.*)\])?@(\d+)", key).groups()
+        about = {"model": name, "options": {}, "image_size": [int(side)] * 2, "method": "counter"}
+        if name in KNOWN:
+            count, macs, _ = KNOWN[name]
+            rows[key] = {**about, "num_params": count, "macs_g": macs, "macs_g_fvcore": macs}
+        elif name.startswith(("study", "vit3", "deit")):
+            chosen = (
+                {
+                    option: json.loads(value) if re.fullmatch(r"[\d.]+", value) else value
+                    for option, value in (pair.split("=") for pair in options.split(","))
+                }
+                if options
+                else {}
+            )
+            counted = cost(name, chosen, (int(side),) * 2)
+            rows[key] = {**about, "options": chosen, "num_params": counted.num_params, "macs_g": counted.macs_g}
+            rows[key]["macs_g_fvcore"] = sum(fvcore_terms(name, chosen, (int(side),) * 2).values()) / 1e9
+    return rows
+
+
+@pytest.fixture
+def judged(checkout):
+    checkout.record("complexity", {"rows": count_rows(), "saved_at_1280_percent": {}, "dwconv_params_m": {}})
+    checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
+    return JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))
+
+
+def statuses(report, *patterns: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, verdict in report.verdicts.items():
+        if any(re.fullmatch(pattern, name) for pattern in patterns):
+            found.setdefault(verdict.status, []).append(name)
+    return found
+
+
+def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged):
+    """27 FLOPs; as many parameters, to which the shell was fitted; 31 counts of ViT3, H-ViT3 and DiT3 and their detectors and segmenters."""
+    assert len(judged.verdicts) == len(PAPER.ledger.entries) == 690
+    study = r"table[1246]\.\w+\."
+    assert {word: len(names) for word, names in statuses(judged, study + "macs_g").items()} == {"matched": 27}
+    assert {word: len(names) for word, names in statuses(judged, study + "params_m").items()} == {"fitted": 27}
+    own = (r"table5\w*\.h_vit3_\w\.(params_m|macs_g)", r"table7\.vit3_\w\.(params_m|macs_g)", r"table9\.h_vit3_\w\.(params_m|macs_g)")
+    assert {word: len(names) for word, names in statuses(judged, *own).items()} == {"matched": 24}
+    assert {word: len(names) for word, names in statuses(judged, r"table10\.\w+\.(params_m|macs_g)").items()} == {"matched": 12}
+    assert statuses(judged, r"table10_dit\.\w+\.(params_m|macs_g)").keys() == {"matched", "matched, truncated"}
+    detectors = statuses(judged, r"table8_\dx\.h_vit3_\w\.macs_g")
+    assert detectors == {
+        "matched": [f"table8_{schedule}.h_vit3_{size}.macs_g" for schedule in ("1x", "3x") for size in "ts"],
+        "differs, unexplained": ["table8_1x.h_vit3_b.macs_g", "table8_3x.h_vit3_b.macs_g"],
+    }
+
+
+def test_what_the_paper_contradicts_and_what_is_shown(judged):
+    """VMamba-S has other FLOPs in the two halves of Table 8; one convolution instead of a head is not 24 M."""
+    assert statuses(judged, ".*")["paper inconsistent"] == ["table8_3x.vmamba_s.macs_g", "text.5.one_head"]
+    shown = statuses(judged, "eq.*", "text.4_1.mixed_derivative", "text.5_5.linear")
+    assert shown == {"matched": ["eq4.linear_attention", "eq7.rate", "text.4_1.mixed_derivative", "text.5_5.linear"]}
+    assert judged.verdicts["text.4_2.compute_x"].status == "differs, explained" and judged.verdicts["text.4_2.compute_x"].ours == 3
+    assert not [v for v in judged.all if v.entry.kind in ("accuracy", "speed") and v.ours is not None]
+    assert judged.verdicts["table1.dot.fps"].reason == "the paper does not say at which batch it measured on its RTX 3090"
+    assert judged.verdicts["table5_mesa.h_vit3_t.top1_percent"].reason == "a record does not yet say whether a training used MESA"
+    assert judged.verdicts["table8_3x.h_vit3_t.ap_box_percent"].command.startswith("repro detect")
+    assert judged.verdicts["table5.cswin_b.params_m"].reason == "CSWin is not built in this project"
+
+
+def test_the_page_is_written_from_it(judged):
+    page = render_markdown(build_document(judged))
+    assert (
+        page.startswith("# ViT³: the paper's numbers and ours\n") and "No variant is trained yet: `repro ablate --paper vit3 --all`" in page
+    )
+    assert "27 of 27 match" in page and "the paper's batch, which it does not name" in page
+
+
+def test_numbers_of_the_ledger_are_the_papers():
+    """Rows of every table, copied from the paper's text by another hand."""
+    records = {table.id: table.records for table in PAPER.ledger.tables}
+
+    def printed(table, row, *columns):
+        return [records[table][row][column] for column in columns]
+
+    assert printed("table1", "rmse", "params_m", "macs_g", "fps", "top1_percent") == ["23.5", "4.63", "1269", "78.8"]
+    assert printed("table2", "e4_n1", "params_m", "macs_g", "fps", "top1_percent") == ["23.5", "5.27", "659", "57.0"]
+    assert [row["top1_percent"] for row in records["table3"].values()] == "77.5 78.1 78.7 78.9 78.9 76.7 76.9 78.7".split()
+    assert printed("table4", "dwconv", "params_m", "macs_g", "fps", "top1_percent") == ["22.9", "4.25", "1366", "80.1"]
+    assert printed("table5", "h_vit3_b", "params_m", "macs_g", "top1_percent") == ["94", "16.7", "84.9"]
+    assert printed("table7", "vit3_s", "params_m", "macs_g", "top1_percent") == ["24", "4.8", "81.6"]
+    last = ("macs_g", "ap_box_percent", "ap50_box_percent", "ap75_box_percent", "ap_mask_percent", "ap50_mask_percent", "ap75_mask_percent")
+    assert printed("table8_1x", "h_vit3_s", *last) == "349 49.1 71.5 53.7 44.1 68.4 47.4".split()
+    assert printed("table8_3x", "h_vit3_b", *last) == "510 51.0 72.1 55.9 45.3 69.3 49.1".split()
+    assert printed("table9", "h_vit3_b", "params_m", "macs_g", "miou_percent") == ["124", "1195", "51.7"]
+    assert (
+        printed("table10", "dit3_b_2", "params_m", "macs_g", "fid", "is", "precision", "recall")
+        == "134 23.35 39.31 36.99 0.51 0.62".split()
+    )
+    # rows as the paper has them: 17, 16 and a half-printed one, 20 with FasterViT, 12
+    assert [len(records[name]) for name in ("table5", "table8_1x", "table8_3x", "table9", "table10", "table10_dit")] == [
+        34,
+        16,
+        18,
+        20,
+        6,
+        6,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "row", "params", "neck_and_heads"),
+    [("tiny", "h_vit3_t", 57_903_094, 842.43), ("small", "h_vit3_s", 83_561_590, 842.43), ("base", "h_vit3_b", 124_407_942, 844.92)],
+)
+def test_uperhead_by_the_official_counts(size, row, params, neck_and_heads):
+    """Parameters of the segmenters as built from the official modules; the head's products alone, without norms and interpolation."""
+    assert H_VIT3[size][0] + formulas.upernet_params_m(row) * 10**6 == params
+    grids = [512 * 2048 // side**2 for side in (4, 8, 16, 32)]
+    norms = 2 * 512 * (50 + grids[3] + 2 * sum(grids[:3]) + grids[0]) + 4 * 512 * (4 * grids[3] + sum(grids[:3]) + 3 * grids[0])
+    maps = 5 * sum(grid * width for grid, width in zip(grids, formulas.STAGES[row], strict=True)) - 1000 * formulas.STAGES[row][3]
+    assert round(float(formulas.upernet_macs_g(row, 512, 2048)) - (norms + maps) / 1e9, 2) == neck_and_heads
+
+
+@pytest.mark.parametrize(("row", "fpn"), [("h_vit3_t", 52.17), ("h_vit3_b", 53.12)])
+def test_mask_rcnn_by_the_official_counts(row, fpn):
+    """FPN, RPN 50.62, box head 14.30 and mask head 52.99 of the official modules."""
+    grids, widths = [64_000, 16_000, 4_000, 1_000], formulas.STAGES[row]
+    beside = 256 * 84_000 + 5 * sum(grid * width for grid, width in zip(grids, widths, strict=True)) - 1000 * widths[3]
+    assert float(formulas.mask_rcnn_macs_g(row, 800, 1280)) - beside / 1e9 == pytest.approx(fpn + 50.62 + 14.30 + 52.99, abs=0.02)
+
+
+def test_vit3_by_the_text_is_the_model_less_one_head():
+    """The released model has the convolution beside all heads: its q, k, v and its part of the projection, and a gated head more."""
+    for size, width, heads in (("tiny", 192, 6), ("small", 384, 6), ("base", 768, 12)):
+        d, model = width // heads, cost(f"vit3_{size}_patch16_224", {}, (224, 224)).num_params
+        assert model - formulas.vit3_params_m(width, heads) * 10**6 == 12 * (width * 3 * d + 3 * d + d * width + 2 * d * d)
+
+
+def test_compute_of_an_inner_module():
+    """Six products for two: by the 1 + 2 + 1 of the paper it would be eight."""
+    assert formulas.inner_over_outer("mlp", "dot") == 3 and formulas.inner_over_outer("mlp", "mse") * 2 == 7
+    assert formulas.inner_over_outer("fc", "mse") == 3 and formulas.inner_over_outer("fc", "dot") == 2
+
+
+def test_identities_refuse_a_name_that_is_none():
+    with pytest.raises(ValueError, match="'eq5': no identity of the text"):
+        formulas.identity_error("eq5")
+
+
+def test_the_variants_are_31_models_of_the_tables():
+    assert len(VARIANTS) == 31 and len({json.dumps(options) for options in VARIANTS.values()}) == 31
+    assert {name for rows in ROWS.values() for name in rows} == set(VARIANTS)
+    tables = {table.place: table for table in PAPER.variants.tables}
+    assert list(tables) == list(ROWS) and set(ORDERS) <= set(ROWS)
+    for place, rows in ROWS.items():
+        assert all(f"{row}.top1_percent" in PAPER.ledger.entries for row in rows.values())
+        # the model of a row of the ledger is the variant of that row
+        for name, row in rows.items():
+            table, _, key = row.partition(".")
+            asked = PAPER.ledger.table(table).records[key]["model"]
+            options = ",".join(f"{option}={value}" for option, value in VARIANTS[name].items())
+            assert asked == "study_small_patch16_224" + (f"[{options}]" if options else ""), (place, name)
+
+
+def test_the_orders_are_those_of_the_tables():
+    orders = {table.place: find_orders(table, PAPER.ledger) for table in PAPER.variants.tables}
+    assert {place: len(found) for place, found in orders.items()} == {
+        "Table 1": 10,
+        "Table 2, batch size": 6,
+        "Table 2, epochs": 6,
+        "Table 3": 9,
+        "Table 4, width": 6,
+        "Table 4, depth": 5,
+        "Table 4, convolutions": 8,
+        "Table 6": 5,
+    }
+    # no order of the text is against the printed numbers
+    for place, pairs in orders.items():
+        for better, worse in pairs:
+            theirs = [float(PAPER.ledger.entries[f"{ROWS[place][name]}.top1_percent"].printed) for name in (better, worse)]
+            assert theirs[0] > theirs[1], (place, better, worse)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name):
+    params = vary_recipe(load_grid("vit3"), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
+    model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
+    assert (params.data, params.epochs, params.evaluate_every) == ("digits", 16, 2) and model.grid_size == (8, 8)
+
+
+def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    cell = {"model": "study_nano_patch16_144", "data": "digits", "epochs": 3, "batch_size": 8, "drop_path": 0.0}
+    cell |= {"optim": {"lr": 1e-3}, "mix": {}, "transform": {"image_size": 144}}
+    prepared = load_yaml(ROOT / "params.yaml")["prepare_data"]
+    (tmp_path / "params.yaml").write_text(json.dumps({"pretrain": {"mine": cell}, "prepare_data": prepared}))
+    params = vary_recipe(load_grid("vit3"), "glu", Paths(tmp_path), data=None, seeds=(0, 1), epochs=None)
+    assert (params.model, params.epochs, params.seeds, params.options) == ("study_nano_patch16_144", 3, (0, 1), {"inner_model": "glu"})
+
+
+def test_trained_variants_are_judged_by_the_rules_of_every_paper(checkout):
+    """Three seeds whose accuracies are in the paper's order of Table 1, four points apart."""
+    ladder = ["mae", "smooth_l1", "rmse", "mlp", "mse"]
+    for rank, name in enumerate(ladder):
+        about = {"options": VARIANTS[name], "data": "digits", "image_size": 32, "epochs": 16, "num_params": 7, "macs_g": 1.0}
+        top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
+        folder = f"measured/cpu/ablate/vit3/digits/{name}"
+        checkout.train(folder, "study_nano_patch4_32", "digits", held_out_images=100_000, top1=top1, **about)
+        checkout.write(f"results/{folder}/recipe.json", "{}")
+    results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
+    (group,) = find_groups(results, PAPER.variants)
+    found = judge_group(group, PAPER.variants.tables[0], PAPER.ledger)
+    assert (found.word, found.tau) == ("ordering seen", 1.0) and len(found.pairs) == 10
+    page = render_markdown(build_document(JUDGE(PAPER, results)))
+    assert "| two-layer MLP | 23.5 | 4.58 | 1315 | 78.9 |" in page and "**ordering seen**" in page
+    # they are no variants of Vittt
+    assert not [each for each in find_groups(results, checkout.paper.variants) if len(each.variants) > 1]
+
+
+def test_the_grid_depends_on_no_report():
+    assert not [file for file in import_closure(ROOT, ["repro.papers.vit3.variants"]) if "report" in file]
+    assert not [file for file in import_closure(ROOT, ["repro.papers.vit3.grid"]) if "repro/report" in file]
