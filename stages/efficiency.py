@@ -25,7 +25,9 @@ def command(
     res: Annotated[
         str | None, typer.Option(help="Image sizes in pixels: 224,512, or 224..1280 (nine sizes), or 224..1280:64 (every 64).")
     ] = None,
-    families: Annotated[str | None, typer.Option(help="Some of vittt,deit,deit_fused,vim,vrwkv,vit3. Default: all of them.")] = None,
+    families: Annotated[
+        str | None, typer.Option(help="Some of vittt,deit,deit_fused,vim,vrwkv,vit3,vmamba,mambavision. Default: all of them.")
+    ] = None,
     sizes: Annotated[str | None, typer.Option(help="Some of T,S,B. Default: T on a CPU, all of them on a GPU.")] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "--batch", min=1, help="Images per step. Default: 1 on a CPU, 64 on a GPU.")

@@ -22,6 +22,8 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "vim": ("vim_{}_patch16_224", None),
     "vrwkv": ("vrwkv_{}_patch16_224", None),
     "vit3": ("vit3_{}_patch16_224", None),
+    "vmamba": ("vmamba_{}_224", None),
+    "mambavision": ("mambavision_{}_224", None),
 }
 # the values that all rows of a comparison share
 GROUP_KEYS = ("batch_size", "dtype", "mode", "compile")

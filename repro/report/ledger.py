@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -92,16 +93,17 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a table. `ours` may use {model}, {size} and the other keys of a row; `by_formula` stands for it where no model is built.
+    """A column of a table. `ours` may use {model}, {size} and the other keys of a row.
 
-    A column without `ours` has a `reason` and a `command`, as a claim has.
+    `by_formula` has, for the ids of rows by pattern, what stands for it where the paper counts as a family's own authors do, and not as
+    we do. A column without `ours` has a `reason` and a `command`, as a claim has.
     """
 
     label: str
     unit: str
     kind: Kind
     ours: str | None = None
-    by_formula: str | None = None
+    by_formula: dict[str, str] = dataclasses.field(default_factory=dict)
     fitted: str | None = None
     reason: str | None = None
     command: str | None = None
@@ -148,7 +150,8 @@ class Table:
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
         """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
-        ours = column.ours if row["model"] else column.by_formula
+        ours = next((formula for pattern, formula in column.by_formula.items() if fnmatch(row["id"], pattern)), column.ours)
+        ours = ours if row["model"] else None
         family = row["label"].rpartition("-")[0] or row["label"]
         reason, command = (column.reason, column.command) if row["model"] else (None, None)
         return Entry(

@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule: timm's AdamW, layer-wise decay and cosine, and the two schedules of the dense tasks."""
+"""Optimiser and learning-rate schedule: timm's AdamW and LAMB, layer-wise decay and cosine, and the two schedules of the dense tasks."""
 
 from bisect import bisect_right
 
@@ -12,13 +12,13 @@ from .params import OptimParams
 
 
 def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> torch.optim.Optimizer:
-    """AdamW with timm's weight-decay rule and, where asked, its layer-wise rates by the model's `group_matcher`.
+    """AdamW or LAMB with timm's weight-decay rule and, where asked, its layer-wise rates by the model's `group_matcher`.
 
     The groups are checked to hold every trainable parameter exactly once.
     """
-    rate, adamw = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
+    rate, averages = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
     decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=rate, **adamw, **decays)
+    optimizer = create_optimizer_v2(model, opt=params.optimizer, lr=rate, **averages, **decays)
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if len(grouped) != len(trainable) or set(grouped) != trainable:

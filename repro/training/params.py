@@ -9,14 +9,15 @@ from ..core.runtime import torch_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimParams:
-    """AdamW and its schedule (Appendix D of Vision-TTT; what it leaves open for classification is Swin's default).
+    """The optimiser and its schedule (Appendix D of Vision-TTT; what it leaves open for classification is Swin's default).
 
     Args:
+        optimizer: `adamw`, or timm's `lamb`, which by itself clips the global norm of the gradient to 1.
         lr: peak learning rate at a total batch of `lr_batch_size`; the three rates scale linearly with the batch.
         warmup_lr, min_lr: the first rate, and the last rate of the cosine, at the same batch.
         lr_batch_size: the batch for which the rates are stated.
         weight_decay: of every parameter that timm's rule and the model's `no_weight_decay()` do not exempt.
-        betas, eps: AdamW's.
+        betas, eps: of the optimiser's two averages.
         schedule: `cosine`; `step`, which divides the rate by ten after each milestone; or `poly`, linear to 0 over all steps.
         milestones: finished epochs, for `step`.
         warmup_epochs: epochs of linear warm-up; the cosine takes the epochs after them.
@@ -25,6 +26,7 @@ class OptimParams:
         clip_grad_norm: the largest global L2 norm of the gradient; null switches clipping off.
     """
 
+    optimizer: Literal["adamw", "lamb"] = "adamw"
     lr: float = bounded(gt=0)
     warmup_lr: float = bounded(1e-6, ge=0)
     min_lr: float = bounded(1e-5, ge=0)

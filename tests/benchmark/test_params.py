@@ -84,4 +84,4 @@ def test_a_sweep_takes_the_defaults_of_its_device():
     assert (cpu.sizes, cpu.batch_size, cpu.dtype, cpu.minutes) == (("T",), 1, "fp32", 3.0)
     assert (gpu.sizes, gpu.batch_size, gpu.dtype, gpu.minutes) == (("T", "S", "B"), 64, "bf16", 3.0)
     assert SweepParams(batch_size=2).with_defaults("cuda").batch_size == 2
-    assert len(gpu.specs("cuda")) == 9 * 3 * 6
+    assert len(gpu.specs("cuda")) == 9 * 3 * len(FAMILIES)

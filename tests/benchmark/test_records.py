@@ -64,6 +64,18 @@ def test_complexity_counts_as_fvcore_where_it_is_asked_to(tmp_path):
     assert [line["macs_g_fvcore"] for line in table] == [str(row["macs_g_fvcore"]), ""]
 
 
+def test_complexity_has_the_count_of_a_familys_authors(tmp_path):
+    """Beside ours, in a row and in its terms; there is none for a family whose authors count as we do."""
+    count(tmp_path, groups=[{"models": ["vmamba_nano_144", NANO], "image_sizes": [144]}])
+    metrics, table = read(tmp_path / "results" / "complexity")
+    row, other = (metrics["rows"][f"{name}@144"] for name in ("vmamba_nano_144", NANO))
+    assert row["macs_g_paper_convention"] > row["macs_g"] and "macs_g_paper_convention" not in other
+    assert [line["macs_g_paper_convention"] for line in table] == [str(row["macs_g_paper_convention"]), ""]
+    _, terms = read(tmp_path / "results" / "complexity", "terms.csv")
+    listed = {term["term"]: int(term["value"]) for term in terms if term["kind"] == "macs_paper_convention"}
+    assert {"scan", "layer_norm", "pooling"} < set(listed) and sum(listed.values()) == round(row["macs_g_paper_convention"] * 1e9)
+
+
 @pytest.mark.parametrize("group", [{"models": ["vittt_gigantic"]}, {"models": [NANO], "vary": {"designs": ["dual"]}}])
 def test_complexity_refuses_in_one_line(tmp_path, group):
     with pytest.raises(UserError, match=r"^complexity: \S+@144: "):

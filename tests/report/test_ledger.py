@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.core.errors import UserError
-from repro.report.ledger import Claim, find_narrowed, load_ledger
+from repro.report.ledger import Claim, Column, Table, find_narrowed, load_ledger
 
 PAPER_TABLES = Path(__file__).with_name("paper_tables.txt")
 SIZES = {"table1": (35, 3), "table2_coco": (15, 4), "table2_ade20k": (15, 3), "table3": (6, 7), "table4": (5, 6)}
@@ -184,10 +184,23 @@ def test_what_was_fitted_says_to_what(ledger):
             assert "fitted to the rows" in entry.fitted, entry.id
 
 
-def test_rows_of_models_that_are_not_built_are_asked_by_formula(ledger):
-    rows = [row for row in ledger.table("table1").records.values() if not row["model"]]
-    assert [row["label"] for row in rows] == [f"{family}-{size}" for family in ("VMamba", "MambaVision") for size in "TSB"]
-    for row in rows:
-        params, macs, top1 = (ledger.entries[f"table1.{row['id']}.{column}"] for column in ("params_m", "macs_g", "top1_percent"))
-        assert [entry.ours.calls[0].args for entry in (params, macs)] == [(row["id"],), (row["id"],)]
-        assert top1.ours is None and top1.reason.endswith("is not built in this project")
+def test_rows_that_are_counted_as_their_authors_count_are_asked_by_formula(ledger):
+    rows = ledger.table("table1").records.values()
+    assert all(row["model"] for row in rows)
+    calls = {row["label"]: ledger.entries[f"table1.{row['id']}.macs_g"].ours.calls[0] for row in rows}
+    by_formula = [label for label, call in calls.items() if call.name == "closed_form_macs_g"]
+    assert by_formula == [f"{family}-{size}" for family in ("VMamba", "MambaVision") for size in "TSB"]
+    assert calls["VMamba-T"].args == ("vmamba_t",) and calls["Vim-T"].args == ("vim_tiny_patch16_224@224",)
+    assert ledger.entries["table1.vmamba_t.params_m"].ours.calls[0].args == ("vmamba_tiny_224@224",)
+
+
+def test_a_row_without_a_model_says_that_it_is_not_built():
+    column = Column(label="FLOPs", unit="G", kind="count", ours='macs_g("{model}")', by_formula={"b*": "formula()"})
+    table = Table(id="t", place="Table 9", title="", columns={"macs_g": column}, keys=("id", "label", "model"), rows=[])
+    rows = [
+        {"id": name, "label": f"Net-{name}", "model": model, "macs_g": "1.0"}
+        for name, model in (("a", ""), ("b", ""), ("c", "c"), ("bb", "b"))
+    ]
+    entries = [table.entry(row, "macs_g", ()) for row in rows]
+    assert [entry.reason for entry in entries] == ["Net is not built in this project"] * 2 + [None] * 2
+    assert [entry.ours and entry.ours.calls[0].name for entry in entries] == [None, None, "macs_g", "formula"]

@@ -519,6 +519,19 @@ def test_weight_decay_groups():
     assert decayed == {id(model[0].weight), id(model[3].weight)}
 
 
+def test_the_first_step_of_lamb():
+    """Both averages are the gradient's own then: a step along sign(g) + λw, as long as the weight for what decays; biases just follow."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+    optimizer = build_optimizer(model, OptimParams(optimizer="lamb", lr=0.01, weight_decay=0.1, lr_batch_size=8), batch_size=8)
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    model(x).square().sum().backward()
+    optimizer.step()
+    direction = model.weight.grad.sign() + 0.1 * weight
+    torch.testing.assert_close(model.weight.detach(), weight - 0.01 * weight.norm() / direction.norm() * direction, rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.bias.detach(), bias - 0.01 * model.bias.grad.sign(), rtol=1e-6, atol=1e-12)
+
+
 def test_clipping_bounds_the_first_update(tmp_path):
     """AdamW hides the norm's size, so look at the gradient itself: after the step it lies on the clipped sphere."""
     task = Regression()

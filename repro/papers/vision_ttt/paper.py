@@ -25,7 +25,6 @@ _FORMULAS = (
     formulas.score_tensors_gb,
     formulas.padded_tokens,
     formulas.model_constant,
-    closed_forms.closed_form_params_m,
     closed_forms.closed_form_macs_g,
 )
 _OWN_ROWS = ("table1.vittt_*", "table2_*.vittt_*", "table3.*", "table4.*")
@@ -55,6 +54,8 @@ PAPER = Paper(
         "vim": {},
         "vrwkv": {},
         "vit3": {},
+        "vmamba": {},
+        "mambavision": {},
     },
     formulas={function.__name__: function for function in _FORMULAS},
     headlines=(

@@ -9,6 +9,7 @@ from typing import Any
 BATCH = 1024  # Appendix D
 TRAIN_IMAGES = 1_281_167  # ImageNet-1K; the paper prints 1.28M
 VITTT = tuple(f"vittt_{size}_patch16_224" for size in ("tiny", "small", "base"))
+OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 
 # Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is Swin's.
@@ -24,6 +25,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     PAPER: {  # Appendix D
         "epochs": 300,
         "batch_size": BATCH,
+        "optim.optimizer": "adamw",
         "optim.lr": 1e-3,
         "optim.lr_batch_size": BATCH,
         "optim.weight_decay": 0.05,
@@ -114,7 +116,7 @@ def resolve(
         # without warm-up the first rate is the peak; a run that is all warm-up has no cosine and ends at the peak
         "learning_rate": {"first": first if warmup else peak, "peak": peak, "final": final if warmup < total else peak},
         "optimizer": {
-            "name": "AdamW",
+            "name": OPTIMIZERS[optim["optimizer"]],
             **{name: optim[name] for name in ("betas", "eps", "weight_decay", "clip_grad_norm")},
             "exempt_from_weight_decay": "1-D parameters, biases, and what the model's no_weight_decay() names",
         },

@@ -164,6 +164,7 @@ SINGLE = [
     ("optim.warmup_lr", 0.0, f"0 at batch 1024, Swin's default is 1e-06 at batch 1024{SILENT}"),
     ("optim.min_lr", 1e-6, f"1e-06 at batch 1024, Swin's default is 1e-05 at batch 1024{SILENT}"),
     ("optim.lr_batch_size", 512, "512, the paper has 1024"),
+    ("optim.optimizer", "lamb", "lamb, the paper has adamw"),
     ("optim.weight_decay", 0.1, "0.1, the paper has 0.05"),
     ("optim.betas", (0.9, 0.95), f"[0.9, 0.95], Swin's default is [0.9, 0.999]{SILENT}"),
     ("optim.eps", 1e-6, f"1e-06, Swin's default is 1e-08{SILENT}"),
