@@ -135,6 +135,25 @@ def test_a_mistake_in_the_ledger_is_an_error(tmp_path, text, error, message):
         load_ledger(file)
 
 
+TABLE = """
+paper: {title: t, version: v}
+tables:
+  - {id: table12, place: Table 12, title: t, columns: {a: {label: A, unit: "", kind: count%s}}, keys: [id, label, model], rows: [[x, X-1, m, 3], [y, Y-1, "", 4]]}
+"""
+
+
+def test_a_column_without_a_counterpart_says_why(tmp_path):
+    file = tmp_path / "ledger.yaml"
+    file.write_text(TABLE % ", reason: it is hard, command: repro hard", encoding="utf-8")
+    built, other = load_ledger(file).entries.values()
+    assert (built.ours, built.reason, built.command) == (None, "it is hard", "repro hard") and built.places == ("Table 12",)
+    assert other.reason == "Y is not built in this project"
+    for more in ("", ", ours: 1 + 2, reason: r, command: c", ", reason: r", ", ours: 1 + 2, command: c"):
+        file.write_text(TABLE % more, encoding="utf-8")
+        with pytest.raises(UserError, match="column A: has neither `ours` nor a reason and a command, or both"):
+            load_ledger(file)
+
+
 def test_printed_digits_survive_reading(tmp_path):
     file = tmp_path / "ledger.yaml"
     file.write_text(BASE + NUMBER % "", encoding="utf-8")

@@ -6,7 +6,7 @@ from ..grid import Grid
 from .recipe import describe_recipe
 from .variants import VARIANTS
 
-# 20 to 25 seconds for one seed of the plain variant on one free thread; a patch is a pixel of the scanned 8x8 digit
+# a seed of a variant takes less than half a minute of one free thread; a patch is a pixel of the scanned 8x8 digit
 RECIPE = {
     "model": "study_nano_patch4_32",
     "data": "digits",

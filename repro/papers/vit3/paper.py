@@ -104,7 +104,7 @@ PAPER = Paper(
             place="Fig. 4",
             shows="FPS and memory of ViT³-T and DeiT-T over the resolution",
             files="figures/vit3_resolution.png",
-            command="repro efficiency --families vit3,deit,deit_fused --sizes T --res 224..1280",
+            command="repro efficiency --families vit3,deit,deit_fused --sizes T --res 224,1248",
         ),
     ),
     variants=Variants(
