@@ -26,7 +26,7 @@ from ..models.weights import is_foreign, load_state
 from ..tasks.generation.data import open_split, read_denoiser, save_grid
 from ..tasks.generation.diffusion import Diffusion
 from ..tasks.generation.params import InputSettings, LatentSettings, SamplingParams
-from ..tasks.generation.scores import Inception, Judge, Tally, compare, load_script
+from ..tasks.generation.scores import Inception, Judge, Tally, compare, load_exported, load_script
 from ..tasks.generation.task import draw_samples, to_pictures
 from .params import DrawnParams, DrawRequest
 
@@ -107,7 +107,7 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
     if is_foreign(path):
         if request.model is None:
             raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
-        transform, sampling, name = InputSettings(image_size=RELEASED_SIZE, latents=LatentSettings()), {}, request.model
+        transform, sampling, name = {"image_size": RELEASED_SIZE, "latents": dataclasses.asdict(LatentSettings())}, {}, request.model
         state = read_denoiser(path, _require_denoiser(name))
         if "class_embed.weight" not in state:
             raise UserError(f"{path}: holds no embedding of classes, so it is no denoiser")
@@ -118,10 +118,15 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
         task = checkpoint.task or {"name": "classify"}
         if task["name"] != "generate":
             raise UserError(f"{path}: holds a model that can {task['name']}, not generate")
-        transform = build(InputSettings, task["transform"], f"{path}: transform")
-        sampling, name, options, classes = task["sampling"], checkpoint.model, dict(checkpoint.options), checkpoint.classes
+        transform, sampling, name, options, classes = (
+            task["transform"],
+            task["sampling"],
+            checkpoint.model,
+            dict(checkpoint.options),
+            checkpoint.classes,
+        )
         state = read_denoiser(path, name)
-    transform = dataclasses.replace(transform, image_size=request.image_size or transform.image_size)
+    transform = build(InputSettings, transform | ({} if request.image_size is None else {"image_size": request.image_size}), "generate")
     try:
         model = build_denoiser(name, **options)
         model.grid_of(*transform.shape[1:])
@@ -150,7 +155,7 @@ def open_decoder(vae: Path | None, transform: InputSettings, device: torch.devic
     if vae.suffix == ".safetensors":
         raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/generation.md)")
     try:
-        decoder = torch.export.load(vae).module().to(device) if vae.suffix == ".pt2" else load_script(vae, device)
+        decoder = load_exported(vae, device) if vae.suffix == ".pt2" else load_script(vae, device)
         with torch.inference_mode():
             shape = tuple(decoder(torch.zeros(1, *transform.shape, device=device)).shape)
     except Exception as error:  # whatever another file makes the reader or the module raise

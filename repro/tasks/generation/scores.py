@@ -1,6 +1,7 @@
 """Scores of samples: how many a classifier takes for the class they were asked to be, and the Fréchet distance of their features."""
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,6 +178,19 @@ def load_script(path: Path, device: torch.device) -> Any:
             return torch.jit.load(str(path), map_location=device).eval()
     except Exception:  # whatever the bytes of another file make the reader raise
         raise UserError(f"{path}: not a readable TorchScript file; get it again") from None
+
+
+def load_exported(path: Path, device: torch.device) -> Any:
+    """The module of a file of torch.export; raises UserError where it is none."""
+    log = logging.getLogger("torch.export")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it would write the traceback too
+    try:
+        return torch.export.load(path).module().to(device)
+    except Exception:  # as above
+        raise UserError(f"{path}: not a readable file of torch.export; get it again") from None
+    finally:
+        log.setLevel(level)
 
 
 def _resize_as_tensorflow(pictures: Tensor) -> Tensor:
