@@ -49,7 +49,13 @@ def segment(params, classes):
     return params, (torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8), labels)
 
 
-MADE_UP = {"classify": classify, "detect": detect, "segment": segment}
+def generate(params, classes):
+    """Latents of small pictures, of the first class and the last."""
+    transform = dataclasses.replace(params.transform, image_size=SIDE)
+    return dataclasses.replace(params, transform=transform), (torch.randn(2, *transform.shape), torch.tensor([0, classes - 1]))
+
+
+MADE_UP = {"classify": classify, "detect": detect, "segment": segment, "generate": generate}
 
 
 @pytest.mark.parametrize(("stage", "cell"), CELLS, ids=[f"{stage}-{cell}" for stage, cell in CELLS])

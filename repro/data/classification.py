@@ -104,6 +104,10 @@ class ImageFolder(Dataset):
         with own_randomness(self.seed, *key):
             return self.transform(image), int(self._targets[found])
 
+    def read(self, source: Source) -> Any:
+        """What the transform takes of a file; raises `UNREADABLE` where it cannot be read."""
+        return read_rgb(source, self.tree.kind.upright)
+
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
         """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and costs a GPU nothing."""
         images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
@@ -127,11 +131,11 @@ class ImageFolder(Dataset):
                 "replace the file, or for training raise max_unreadable"
             )
 
-    def _next_readable(self, index: int) -> tuple[Image.Image, int]:
+    def _next_readable(self, index: int) -> tuple[Any, int]:
         for offset in range(len(self)):
             candidate = (index + offset) % len(self)
             try:
-                return read_rgb(self.tree.source(self.split, candidate), self.tree.kind.upright), candidate
+                return self.read(self.tree.source(self.split, candidate)), candidate
             except UNREADABLE as error:
                 if not self._unreadable[candidate]:
                     self._unreadable[candidate] = 1

@@ -25,6 +25,7 @@ class Kind:
     splits: tuple[str, ...] = ("train", "val")
     # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is <split>/<class>/
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
+    suffixes: tuple[str, ...] = ()  # of the files in class folders; empty for those of images
     class_names: Callable[[], Sequence[str]] | None = None  # gives the names that class folders may have; None allows any
     sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
     official: tuple[str, ExpectedCounts] | None = None  # the published data set; a manifest lists the departures from it
@@ -100,6 +101,7 @@ KINDS = {
             official=("ImageNet-1K", IMAGENET_1K),
             size_gb=150,
         ),
+        Kind(name="latents", layout="train/<class>/ and val/<class>/", suffixes=(".npy",), check="check.folders.check_latents"),
         Kind(name="folder", layout="train/<class>/ and val/<class>/", check="check.folders.check_folder", upright=True),
         Kind(
             name="connect",

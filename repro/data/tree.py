@@ -161,8 +161,11 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
     return Tree(root, tuple(classes), splits, row)
 
 
-def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
-    """List a folder; raises UserError where it cannot be read. A broken link is an error of the report, and left out."""
+def list_entries(folder: Path, report: Report = RAISE_FIRST, suffixes: tuple[str, ...] = EXTENSIONS) -> Entries:
+    """List a folder, whose `images` have one of the suffixes; raises UserError where it cannot be read.
+
+    A broken link is an error of the report, and left out.
+    """
     images, folders, others = [], [], []
     try:
         with os.scandir(folder) as entries:
@@ -171,7 +174,7 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST) -> Entries:
                     continue
                 if entry.is_dir():
                     folders.append(entry.name)
-                elif not entry.name.lower().endswith(EXTENSIONS):
+                elif not entry.name.lower().endswith(suffixes):
                     others.append(entry.name)
                 else:
                     try:
@@ -226,8 +229,8 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
     if any(folder.glob("*.tar")) and not any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")):
-        return _read_archives(folder, report)
-    entries = list_entries(folder, report)
+        return _read_archives(folder, report, _suffixes_of(kind))
+    entries = list_entries(folder, report, _suffixes_of(kind))
     if entries.images:
         report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)
     elif not entries.folders:
@@ -235,15 +238,19 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
         problem = f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})"
         report.warning(folder, problem, "unpack the archives that are missing as folders, then remove all archives")
-    return (tuple(entries.folders), _read_folders(folder, entries, report)) if entries.folders else None
+    return (tuple(entries.folders), _read_folders(folder, entries, report, _suffixes_of(kind))) if entries.folders else None
 
 
-def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
+def _suffixes_of(kind: Kind) -> tuple[str, ...]:
+    return kind.suffixes or EXTENSIONS
+
+
+def _read_folders(folder: Path, entries: Entries, report: Report, suffixes: tuple[str, ...]) -> Split:
     """The files of class folders."""
     names, sizes, counts, empty, too_deep = [], [], [], [], []
     others = [name for name in entries.others if not name.lower().endswith(_ARCHIVES)]
     for name in report.track(entries.folders, f"listing {folder.name}/"):
-        found = list_entries(folder / name, report)
+        found = list_entries(folder / name, report, suffixes)
         names.extend(file for file, _ in found.images)
         sizes.extend(size for _, size in found.images)
         counts.append(len(found.images))
@@ -251,7 +258,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
         if not found.images and found.folders:
             too_deep.append((folder / name, f"has no images, only the folder {found.folders[0]}/"))
         elif not found.images:
-            empty.append((folder / name, f"holds no image ({', '.join(EXTENSIONS)})"))
+            empty.append((folder / name, f"holds no image ({', '.join(suffixes)})"))
     report.errors(too_deep, "move the images up, directly into the class folder")
     report.errors(empty, "fill this class folder, or remove it from every split")
     _warn_of_others(folder, others, report)
@@ -259,7 +266,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report) -> Split:
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 
 
-def _read_archives(folder: Path, report: Report) -> tuple[tuple[str, ...], Split] | None:
+def _read_archives(folder: Path, report: Report, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Split] | None:
     """The sorted classes and the files of a split of archives; None where there is no image.
 
     A listing without errors is kept in `.shards.npz` in that folder, where it can be written.
@@ -270,9 +277,9 @@ def _read_archives(folder: Path, report: Report) -> tuple[tuple[str, ...], Split
     kept = _load(folder / _INDEX, files, stamp)
     if kept is None:
         errors_before = report.num_errors
-        rows = _list_rows(archives, report)
+        rows = _list_rows(archives, report, suffixes)
         if not rows:
-            report.error(folder, f"its archives hold no image ({', '.join(EXTENSIONS)})", "pack the images into them")
+            report.error(folder, f"its archives hold no image ({', '.join(suffixes)})", "pack the images into them")
             return None
         labels, names, *numbers = zip(*rows)
         classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, as the rows are
@@ -302,11 +309,11 @@ def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndar
     return kept if same else None
 
 
-def _list_rows(archives: list[Path], report: Report) -> list[Row]:
+def _list_rows(archives: list[Path], report: Report, suffixes: tuple[str, ...]) -> list[Row]:
     """A sorted row for each image."""
     rows: list[Row] = []
     for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
-        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, report)]
+        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, report, suffixes)]
     rows.sort()
     twice = [
         (archives[place].parent, f"image {os.fsdecode(file)} of class {name} is there twice")
@@ -317,7 +324,7 @@ def _list_rows(archives: list[Path], report: Report) -> list[Row]:
     return rows
 
 
-def _list_members(path: Path, report: Report) -> Iterator[tuple[str, bytes, int, int]]:
+def _list_members(path: Path, report: Report, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes, int, int]]:
     """(class, file name, bytes, first byte) of each image of an archive."""
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, str] = {}
@@ -325,7 +332,7 @@ def _list_members(path: Path, report: Report) -> Iterator[tuple[str, bytes, int,
         with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
             for member in archive:
                 key, extension = os.path.splitext(member.name)
-                if member.isfile() and extension.lower() in EXTENSIONS:
+                if member.isfile() and extension.lower() in suffixes:
                     images[key] = member
                 elif member.isfile() and extension == ".cls":
                     text = archive.extractfile(member).read()

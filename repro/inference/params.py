@@ -1,8 +1,9 @@
 """The params and options of the stages that use trained models. Imports nothing heavy: the command line needs it."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..core.config import bounded
 from ..core.errors import UserError
@@ -47,6 +48,51 @@ class EvaluatedParams:
     weights_hash: str
     transform: TransformSettings
     limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawRequest:
+    """What to draw with which denoiser: the options of `repro generate --weights`, whose help explains them.
+
+    `sampling` has the settings that differ from those of the training's cell, as `SamplingParams` names them.
+    """
+
+    weights: Path
+    output: Path
+    model: str | None = None
+    class_label: str = "all"
+    samples: int | None = None
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    batch_size: int = 64
+    image_size: int | None = None
+    vae: Path | None = None
+    judge: Path | None = None
+    inception: Path | None = None
+    inception_sha256: str | None = None
+    data: str | None = None
+
+    def check(self) -> None:
+        """Raise a UserError about options that contradict each other."""
+        if self.inception is not None and self.data is None:
+            raise UserError("generate: --inception compares with real pictures; name them with --data CELL")
+        if self.data is not None and self.inception is None and self.judge is None:
+            raise UserError("generate: --data says what --inception and --judge compare with; give one of them")
+        if self.inception_sha256 is not None and self.inception is None:
+            raise UserError("generate: --inception-sha256 is the hash of the file that --inception names; give that too")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawnParams:
+    """What the scores of drawn samples depend on besides the data; its hash is in the record's identity."""
+
+    weights_hash: str
+    labels: tuple[int, ...]
+    samples: int
+    image_size: int
+    sampling: Any
+    seed: int
+    files: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ _FREE_ATEN = frozenset(
     "empty empty_like new_empty empty_strided new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full "
     "full_like new_full arange linspace eye scalar_tensor lift_fresh clone copy_ _to_copy cat stack constant_pad_nd "
     "roll flip repeat index _unsafe_index index_select gather scatter slice_scatter select_scatter tril triu _unsafe_view as_strided_ "
-    "_local_scalar_dense "
+    "_local_scalar_dense embedding "
     # reductions and orderings
     "sum mean amax amin max min var var_mean std argmax argmin linalg_vector_norm cumsum sort topk any all "
     # normalisation, softmax, pooling

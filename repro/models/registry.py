@@ -1,5 +1,11 @@
-"""Building a registered model by name, and facts about a model that results record."""
+"""Building a registered model by name, and facts about a model that results record.
 
+Classifiers and backbones are registered with timm. A denoiser, which maps a noisy input, a timestep and a label to noise, would not be
+what timm's users expect of a model, so its name stands here.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import timm
@@ -8,16 +14,31 @@ from torch import nn
 
 from ..core.errors import did_you_mean
 
+_DENOISERS: dict[str, Callable[..., nn.Module]] = {}
+
+
+def register_denoisers(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Register denoisers: `sizes` maps the name of each to the arguments that build it."""
+    _DENOISERS.update({name: partial(model_class, **options) for name, options in sizes.items()})
+
+
+def build_denoiser(name: str, **options: Any) -> nn.Module:
+    """A registered denoiser with options in place of its own; raises ValueError as `build_model`."""
+    if name not in _DENOISERS:
+        hint = did_you_mean(name, _DENOISERS)
+        raise ValueError(f"{name}: {'not a denoiser' if timm.is_model(name) else 'no such denoiser'}{hint}")
+    return build_model(name, **options)
+
 
 def require_known(name: str) -> None:
     """Raise a ValueError with a suggestion unless a model is registered under this name; a tag of timm's is ignored."""
-    if not timm.is_model(name):
+    if name not in _DENOISERS and not timm.is_model(name):
         hint = did_you_mean(name.partition(".")[0], timm.list_models()) or "; timm.list_models() lists all names"
         raise ValueError(f"{name}: no such model{hint}")
 
 
 def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
-    """`timm.create_model` for this project's families and timm's own; wrong arguments raise one-line errors.
+    """`timm.create_model` for this project's families and timm's own, and denoisers; wrong arguments raise one-line errors.
 
     The model's attribute `built_from` keeps (name, options). Models that take images of any size do without `img_size`.
 
@@ -26,13 +47,14 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
     """
     require_known(name)
     size = {} if img_size is None else {"img_size": img_size}
+    create = _DENOISERS.get(name) or partial(timm.create_model, name)
     try:
         try:
-            model = timm.create_model(name, **size, **options)
+            model = create(**size, **options)
         except TypeError as error:
             if not size or "img_size" not in str(error):
                 raise
-            model = timm.create_model(name, **options)
+            model = create(**options)
     except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{name}: cannot be built with {size | options}: {error}") from None
     model.built_from = name, size | options
@@ -41,7 +63,7 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
 
 def family_module(name: str) -> str:
     """The dotted name of the module that defines a registered model: `repro.models.vittt`, or a module of timm."""
-    return timm.model_entrypoint(name).__module__
+    return _DENOISERS[name].func.__module__ if name in _DENOISERS else timm.model_entrypoint(name).__module__
 
 
 def kernel_backend(model: nn.Module, dtype: torch.dtype) -> str:

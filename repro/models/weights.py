@@ -12,7 +12,7 @@ import pickle
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
         return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
 
 
-def read_official(path: Path) -> dict[str, Tensor]:
+def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -> dict[str, Tensor]:
     """The state dict in an official file, under the names of its authors' model.
 
-    The file may hold the state dict itself, or hold it as `model` or `state_dict` beside an optimiser or settings, which are
+    The file may hold the state dict itself, or hold it in the first of these `places` beside an optimiser or settings, which are
     ignored. The prefixes `module.` (DataParallel) and `backbone.` (mmcls) are removed, and mmcls' `head.fc.` becomes `head.`.
 
     Raises:
@@ -114,9 +114,9 @@ def read_official(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such weights file")
     content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     if isinstance(content, Mapping):
-        content = next((content[key] for key in ("model", "state_dict") if isinstance(content.get(key), Mapping)), content)
+        content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
     if not isinstance(content, Mapping) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path}: holds no state dict, neither at its top level nor as `model` or `state_dict`")
+        raise UserError(f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}")
     state = {name.removeprefix("module."): value for name, value in content.items()}
     if any(name.startswith("backbone.") for name in state):
         state = {re.sub(r"^head\.fc\.", "head.", name.removeprefix("backbone.")): value for name, value in state.items()}

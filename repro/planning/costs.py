@@ -38,15 +38,13 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
     """
     rows = []
     for cell, params in cells.items():
-        data, seeds = planner.find_data(cell, params.data), len(params.seeds)
+        data = planner.find_data(cell, params.data)
         options = {**params.options, "num_classes": data.classes}
         counted = planner.count(cell, cost, params.model, options, (params.transform.image_size,) * 2)
-        state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
-        copies = seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
-        repeated = f"{seeds} seeds of " if seeds > 1 else ""
+        repeated = f"{len(params.seeds)} seeds of " if len(params.seeds) > 1 else ""
         epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
         seen = f"{repeated}{epochs} of {_count_images(params, data) // params.epochs:,} images"
-        disk_gb = copies * counted.num_params * BYTES_PER_VALUE / 1e9
+        disk_gb = _count_copies(params) * counted.num_params * BYTES_PER_VALUE / 1e9
         rows.append(_charge_training(planner, cell, params, data, planner.find_speed(params, counted.macs), seen, disk_gb))
     return rows
 
@@ -61,6 +59,25 @@ def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow
 def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """Charge `segment`, whose images are crops; see `_charge_dense`."""
     return [_charge_dense(planner, cell, params, (params.transform.crop_size,) * 2) for cell, params in cells.items()]
+
+
+def charge_generation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
+    """Charge `generate`: one training for each seed, without the samples; the disk holds what `charge_classification` says."""
+    rows = []
+    for cell, params in cells.items():
+        data = planner.find_data(cell, params.data)
+        options = {**params.model_options, "num_classes": data.classes}
+        counted = planner.count(cell, cost, params.model, options, params.transform.shape[1:])
+        speed, images = planner.find_speed(params, counted.macs), len(params.seeds) * _count_images(params, data)
+        row = PlanRow(
+            command=f"repro generate --cell {cell}",  # no stage of the graph
+            gpu_hours=images / speed.img_per_s / 3600,
+            disk_gb=_count_copies(params) * counted.num_params * BYTES_PER_VALUE / 1e9,
+            basis=f"{images:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
+            note=speed.note,
+        )
+        rows.append(row)
+    return rows
 
 
 def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
@@ -110,6 +127,12 @@ def _charge_training(
         note=speed.note,
         gives=frozenset({("accuracy", data.kind, planner.model_key(params.model, params.options))}),
     )
+
+
+def _count_copies(params: Any) -> int:
+    """The most copies of the weights that a training's states, snapshots and results are as large as."""
+    state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
+    return len(params.seeds) * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
 
 
 def _count_images(params: Any, data: TrainingData) -> int:

@@ -28,6 +28,12 @@ class Datasets:
     alone: bool = False
 
 
+def name_statistic(score: str, what: str) -> str:
+    """The key of a statistic of a score, with the score's unit last: (top1_percent, std) -> top1_std_percent."""
+    stem = score.removesuffix("_percent")
+    return f"{stem}_{what}{score[len(stem) :]}"
+
+
 class Sight(NamedTuple):
     """What a model sees in one picture: a line for people, plain data for JSON, and the picture drawn over, if any."""
 
@@ -57,7 +63,7 @@ class TaskSpec(abc.ABC):
     """A task: the class of its cells' parameters, and how the parts of a training are made from them.
 
     `name` is the task's name in weights files and in `repro predict --task`; `scores` are the metrics that say how good a model is,
-    the most telling one first, each with what the report calls it.
+    the most telling one first, each with what the report calls it. A score in percent ends in `_percent`, and is better the higher.
     """
 
     name: ClassVar[str]
@@ -90,7 +96,7 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a finished training, from its last evaluation; scores end in `_percent`."""
+        """The metrics of a finished training, from its last evaluation."""
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
         """The same scores of a method that learns nothing, on embedded data where there is one."""

@@ -21,7 +21,7 @@ from ..core.ranks import Ranks, joined, launch
 from ..core.record import make_identity, read_json, write_json, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
-from ..tasks.spec import TaskSpec
+from ..tasks.spec import TaskSpec, name_statistic
 from .job import Cell, Job, Outcome, Recipe, build_job, require_resumable, run_job, split_batch, verify_init
 
 
@@ -35,6 +35,7 @@ def train_cells(
     random: bool = False,
     epochs: int | None = None,
     seeds: int | None = None,
+    by_hand: bool = False,
 ) -> list[Cell]:
     """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
 
@@ -46,6 +47,7 @@ def train_cells(
         recipe: see `Cell`.
         random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many, instead. The results
             stand under results/measured then.
+        by_hand: whether the stage is none of the graph, so that its results always stand there.
 
     Returns:
         The cells that this process trained, on rank 0.
@@ -57,7 +59,7 @@ def train_cells(
     runtime = load_runtime(paths)
     device = choose_device(runtime.device)
     suffix = "".join(["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""])
-    results = paths.measured(device_slug(device)) if suffix else paths.results
+    results = paths.measured(device_slug(device)) if suffix or by_hand else paths.results
     cells = []
     for name in [cell] if cell else section_keys(paths.params, stage):
         params = load_section(spec.params, paths.params, stage, name)
@@ -264,14 +266,15 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
     for name in first:
-        scored = name.endswith("_percent") and "_previous_" not in name
+        scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
         if scored and all(isinstance(record.get(name), int | float) for record in records):
             metrics[name] = describe_sample([record[name] for record in records]).mean
     for name in spec.scores:
-        sample, stem = describe_sample([record[name] for record in records]), name.removesuffix("_percent")
-        metrics |= {f"{stem}_std_percent": sample.std, f"{stem}_ci95_percent": sample.ci95 and list(sample.ci95)}
+        sample = describe_sample([record[name] for record in records])
+        std, ci95 = (name_statistic(name, what) for what in ("std", "ci95"))
+        metrics |= {std: sample.std, ci95: sample.ci95 and list(sample.ci95)}
         if sample.std is None:
-            metrics |= {f"{stem}_{what}_percent_reason": "one seed has no spread" for what in ("std", "ci95")}
+            metrics |= {f"{key}_reason": "one seed has no spread" for key in (std, ci95)}
     if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
         metrics["without_learning"] = baseline
     if cell.recipe is not None:
@@ -286,8 +289,8 @@ def _code_of(cell: Cell) -> list[str]:
 
 
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
-    std = metrics.get(f"{key.removesuffix('_percent')}_std_percent")
-    return f"{label} {metrics[key]:.2f}{'' if std is None else f' ± {std:.2f}'} %"
+    std, (places, unit) = metrics.get(name_statistic(key, "std")), (2, " %") if key.endswith("_percent") else (4, "")
+    return f"{label} {metrics[key]:.{places}f}{'' if std is None else f' ± {std:.{places}f}'}{unit}"
 
 
 def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int | None) -> None:

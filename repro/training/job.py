@@ -15,7 +15,7 @@ from ..core.ranks import Ranks
 from ..core.record import read_json, write_json, write_text
 from ..core.runtime import Runtime, choose_device, seed_everything
 from ..data.cells import DataCell, manifest_path, open_cell
-from ..tasks.spec import TaskSpec
+from ..tasks.spec import TaskSpec, name_statistic
 from .params import TrainParams
 
 # the parameters of a training and facts about the run -> the recipe for recipe.json, and its lines for people
@@ -293,7 +293,7 @@ def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, An
     if found["train_loss"] is None or not math.isfinite(found["train_loss"]):
         found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
     evaluated = [row[score] for row in done.curve if score in row]
-    name = f"{of_curve}{score.removesuffix('_percent')}_previous_percent"
+    name = f"{of_curve}{name_statistic(score, 'previous')}"
     if len(evaluated) > 1:
         return found | {name: evaluated[-2]}
     return found | {name: None, f"{name}_reason": "evaluated once"}

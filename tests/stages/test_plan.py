@@ -50,6 +50,8 @@ def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
     for stage, section in PAPER.items():
         if stage in ("complexity", "efficiency", "visualize", "resolution"):
             expected.append(f"dvc repro {stage}")
+        elif stage == "generate":  # by hand
+            expected += [f"repro generate --cell {cell}" for cell in section]
         elif stage not in ("runtime", "tune", "report"):
             expected += [f"dvc repro {stage}@{cell}" for cell in section]
     assert [each.command for each in paper_plan.rows] == expected
@@ -57,7 +59,7 @@ def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
 
 def test_hours_and_disk_of_the_paper_profile(paper_plan):
     trained = [(f"dvc repro {stage}@{name}", cell) for stage in TRAINING for name, cell in PAPER[stage].items()]
-    disk_gb = sum(KINDS[cell["kind"]].size_gb for cell in PAPER["prepare_data"].values() if not KINDS[cell["kind"]].embedded)
+    disk_gb = sum(KINDS[cell["kind"]].size_gb or 0 for cell in PAPER["prepare_data"].values())
     for command, cell in trained:
         found, seeds = row(paper_plan, command), len(cell.get("seeds", [0]))
         assert found.gpu_hours == pytest.approx(seeds * SECONDS * cell["epochs"] / 300 / 3600)
@@ -68,13 +70,20 @@ def test_hours_and_disk_of_the_paper_profile(paper_plan):
         cell_gb = (seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1) * 4 * num_params / 1e9
         assert found.disk_gb == pytest.approx(cell_gb)
         disk_gb += cell_gb
+    for name, cell in PAPER["generate"].items():  # with a moving average of the weights, on latents of 32x32
+        found = row(paper_plan, f"repro generate --cell {name}")
+        counted = cost(cell["model"], {}, (32, 32))
+        images = cell["epochs"] * cell["steps_per_epoch"] * cell["batch_size"]
+        assert found.gpu_hours == pytest.approx(images * counted.macs * 2 * 3 / (312e12 * 0.3) / 3600)
+        assert found.disk_gb == pytest.approx((8 + 1 + 4 + 1) * 4 * counted.num_params / 1e9)
+        disk_gb += found.disk_gb
     assert paper_plan.total("disk_gb") == pytest.approx(disk_gb)
     efficiency = PAPER["efficiency"]
     models = 3 * len(efficiency["sizes"]) + len(efficiency["others"])  # Vittt, and DeiT with two kinds of attention
     rows = models * len(efficiency["image_sizes"])
     assert row(paper_plan, "dvc repro efficiency").gpu_hours == pytest.approx(rows * efficiency["budget_s"] / 3600)
     unknown = [f"dvc repro {stage}@{name}" for stage in ("detect", "segment") for name in PAPER[stage]]
-    drawn = [f"dvc repro prepare_data@{name}" for name in ("connect_hard", "scenes_hard")]
+    drawn = [f"dvc repro prepare_data@{name}" for name in ("imagenet_latents", "connect_hard", "scenes_hard")]
     assert set(paper_plan.unknown) == {*unknown, *drawn, "dvc repro visualize", "dvc repro resolution"}
 
 

@@ -5,7 +5,8 @@ import os
 import pkgutil
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from ..classification import read_rgb
 from ..findings import Report, compare_counts, count
 from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
-from ..pixels import explain_error
+from ..latents import read_latents
+from ..pixels import UNREADABLE, explain_error
 from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
 from .run import Depth, describe_extent, draw_sample, run_parallel
@@ -74,6 +76,28 @@ def check_folder(root: Path, report: Report, depth: Depth) -> None:
     _check_files(_check_classes(root, "folder", report), report, depth, "replace the file or remove it")
 
 
+def check_latents(root: Path, report: Report, depth: Depth) -> None:
+    """Check latents of a VAE; arguments and errors as `check_imagenet`. Nothing is known about their counts, and all have one shape."""
+    tree = _check_classes(root, "latents", report)
+    first = next(((split, 0) for split, files in tree.splits.items() if len(files.names)), None)
+    if first is not None:
+        try:
+            shape = read_latents(tree.source(*first)).shape[1:]
+        except UNREADABLE as error:
+            report.error(tree.path(*first), f"unreadable latents ({explain_error(error)})", "compute it again")
+        else:
+            _check_files(tree, report, depth, "compute it again", partial(_find_wrong_latents, shape=shape))
+
+
+def _find_wrong_latents(item: tuple[Source, bool], shape: tuple[int, ...]) -> str | None:
+    """What is wrong with a file of latents; None where it has this shape, (channels, h, w)."""
+    try:
+        read_latents(item[0], shape)
+    except UNREADABLE as error:
+        return f"unreadable latents ({explain_error(error)})"
+    return None
+
+
 def _check_classes(root: Path, kind: str, report: Report) -> Tree:
     tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
     expected = len(class_names()) if class_names else None
@@ -132,14 +156,16 @@ def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
         yield os.fsdecode(name), tree.classes[target]
 
 
-def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
-    """Report empty files, and those of the sample that cannot be decoded as the loader decodes them."""
+def _check_files(
+    tree: Tree, report: Report, depth: Depth, advice: str, find: Callable[[tuple[Source, bool]], str | None] | None = None
+) -> None:
+    """Report empty files, and those of the sample in which `find`, by default `_find_damage`, finds something wrong."""
     full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
     for split, files in tree.splits.items():
         report.errors([(tree.path(split, index), "is empty") for index in np.flatnonzero(files.sizes == 0).tolist()], advice)
     picked = draw_sample({split: len(indices) for split, indices in full.items()}, depth)
     chosen = [(split, int(full[split][place])) for split, places in picked.items() for place in places]
-    results = run_parallel(_find_damage, [(tree.source(*one), tree.kind.upright) for one in chosen], depth.workers, "decoding")
+    results = run_parallel(find or _find_damage, [(tree.source(*one), tree.kind.upright) for one in chosen], depth.workers, "decoding")
     bad = [(one, problem) for one, problem in zip(chosen, results, strict=True) if problem]
     report.errors([(tree.path(*one), problem) for one, problem in bad], advice)
     for split, places in picked.items():

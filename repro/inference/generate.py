@@ -1,0 +1,239 @@
+"""Drawing pictures with a trained denoiser, and scoring them."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
+
+from ..core.config import build
+from ..core.errors import RunError, UserError, did_you_mean
+from ..core.hashing import hash_file
+from ..core.paths import Paths, find_root
+from ..core.record import atomic, make_identity, write_json, write_record
+from ..core.runtime import choose_device, device_label, device_slug, load_runtime
+from ..core.ui import Progress
+from ..data.cells import DataCell, manifest_path, open_cell
+from ..data.kinds import list_wnids
+from ..data.loader import EvalLoader
+from ..models.checkpoints import open_weights
+from ..models.registry import build_denoiser, family_module
+from ..models.weights import is_foreign, load_state
+from ..tasks.generation.data import open_split, read_denoiser, save_grid
+from ..tasks.generation.diffusion import Diffusion
+from ..tasks.generation.params import InputSettings, LatentSettings, SamplingParams
+from ..tasks.generation.scores import Inception, Judge, Tally, compare, load_exported, load_script
+from ..tasks.generation.task import draw_samples, to_pictures
+from .params import DrawnParams, DrawRequest
+
+OF_EACH, MOST_BY_DEFAULT = 8, 80  # pictures, where no number is given
+COLUMNS, MOST_IN_GRID = 10, 100
+BATCH = 64  # real pictures that are looked at at once
+RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawer:
+    """A denoiser in eval mode on its device, with what is needed to draw with it; `decode` makes uint8 pictures of what it gives."""
+
+    name: str
+    model: nn.Module
+    transform: InputSettings
+    sampling: SamplingParams
+    classes: tuple[str, ...]
+    decode: Callable[[Tensor], Tensor]
+
+
+def draw_pictures(request: DrawRequest) -> None:
+    """Write `<number>_<class>.png`, `grid.png` of the first pictures, and `samples.json` into the request's folder.
+
+    With a judge or an Inception file, the scores stand in samples.json and in a record under results/measured/<device>/draw.
+
+    Raises:
+        UserError: options, weights or files that do not fit; before anything is drawn. RunError: too little memory.
+    """
+    request.check()
+    paths, started = find_root(), time.monotonic()
+    runtime = load_runtime(paths)
+    device = choose_device(runtime.device)
+    drawer = open_drawer(request, device)
+    asked = find_labels(request.class_label, drawer.classes)
+    count = request.samples or min(OF_EACH * len(asked), MOST_BY_DEFAULT)
+    labels = torch.tensor([asked[place % len(asked)] for place in range(count)], device=device)
+    judge = Judge.open(request.judge, drawer.classes, device) if request.judge else None
+    inception = Inception(request.inception, device, request.inception_sha256) if request.inception else None
+    if inception is not None and count < 2:
+        raise UserError("generate: --inception needs at least two samples")
+    real = _read_real(open_cell(paths, runtime, request.data), drawer, asked, Tally(judge, inception)) if request.data else None
+
+    tally, shown = Tally(judge, inception), []
+    with Progress("drawing", count * drawer.sampling.steps, unit="steps") as progress:
+        for batch in _draw(drawer, labels, request, progress):
+            own = labels[tally.seen : tally.seen + len(batch)]
+            for place, (picture, label) in enumerate(zip(batch.cpu(), own.tolist(), strict=True), tally.seen):
+                with atomic(request.output / f"{place:05d}_{_file_name(drawer.classes[label])}.png") as temporary:
+                    to_pil_image(picture).save(temporary, "PNG")
+                shown += [picture] if place < MOST_IN_GRID else []
+            tally.add(batch, own)
+    save_grid(torch.stack(shown), len(asked) if 1 < len(asked) <= COLUMNS else OF_EACH, request.output / "grid.png")
+    about = {"model": drawer.name, "weights": request.weights.name, "weights_hash": hash_file(request.weights), "samples": count}
+    about |= {"classes": [drawer.classes[label] for label in asked], "image_size": drawer.transform.image_size, "seed": request.seed}
+    about |= {"sampling": dataclasses.asdict(drawer.sampling)}
+    if judge is not None or inception is not None:
+        about |= {"data": request.data, "real_images": real.seen} if real else {}
+        about |= {"judge_hash": judge.weights_hash} if judge else {}
+        about |= {"inception_hash": inception.hash} if inception else {}
+        about |= compare(tally, real)
+        _record(paths, request, drawer, asked, about, device, time.monotonic() - started)
+    write_json(request.output / "samples.json", about)
+    scores = [
+        f"{name} {about[name]:.2f}" for name in ("judged_percent", "real_judged_percent", "fid", "sfid") if about.get(name) is not None
+    ]
+    print(", ".join([f"{count} picture{'s' if count > 1 else ''} in {request.output}", *scores]), flush=True)
+
+
+def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
+    """The denoiser of a request.
+
+    Raises:
+        UserError: weights that cannot be read, are of another task or do not fit; steps, guidance or a size out of range; a VAE that is
+            missing, is none, or is not needed.
+    """
+    path = request.weights
+    if is_foreign(path):
+        if request.model is None:
+            raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
+        transform, sampling, name = {"image_size": RELEASED_SIZE, "latents": dataclasses.asdict(LatentSettings())}, {}, request.model
+        state = read_denoiser(path, _require_denoiser(name))
+        if "class_embed.weight" not in state:
+            raise UserError(f"{path}: holds no embedding of classes, so it is no denoiser")
+        options = {"num_classes": len(state["class_embed.weight"]) - 1}
+        classes = list_wnids() if options["num_classes"] == len(list_wnids()) else tuple(map(str, range(options["num_classes"])))
+    else:
+        checkpoint = open_weights(path, model=request.model)
+        task = checkpoint.task or {"name": "classify"}
+        if task["name"] != "generate":
+            raise UserError(f"{path}: holds a model that can {task['name']}, not generate")
+        transform, sampling, name, options, classes = (
+            task["transform"],
+            task["sampling"],
+            checkpoint.model,
+            dict(checkpoint.options),
+            checkpoint.classes,
+        )
+        state = read_denoiser(path, name)
+    transform = build(InputSettings, transform | ({} if request.image_size is None else {"image_size": request.image_size}), "generate")
+    try:
+        model = build_denoiser(name, **options)
+        model.grid_of(*transform.shape[1:])
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    load_state(model, state, f"{path}: does not fit {name} as built with {options}")
+    sampling = build(SamplingParams, {**sampling, **request.sampling}, "generate")
+    decode = open_decoder(request.vae, transform, device, path)
+    model = model.to(device).eval().requires_grad_(False)
+    return Drawer(name=name, model=model, transform=transform, sampling=sampling, classes=tuple(classes), decode=decode)
+
+
+def open_decoder(vae: Path | None, transform: InputSettings, device: torch.device, weights: Path) -> Callable[[Tensor], Tensor]:
+    """From samples (B, K, h, w) to uint8 pictures (B, 1 or 3, H, W); see `open_drawer`.
+
+    A decoder takes latents without their scale, (B, K, h, w) fp32, and gives (B, 3, H, W) in [-1, 1].
+    """
+    if transform.latents is None:
+        if vae is not None:
+            raise UserError(f"--vae {vae}: {weights} draws pixels, which nothing decodes; leave it out")
+        return to_pictures
+    if vae is None:
+        raise UserError(f"{weights}: draws latents; give their VAE's decoder with --vae FILE (docs/generation.md)")
+    if not vae.is_file():
+        raise UserError(f"{vae}: no such VAE file")
+    if vae.suffix == ".safetensors":
+        raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/generation.md)")
+    try:
+        decoder = load_exported(vae, device) if vae.suffix == ".pt2" else load_script(vae, device)
+        with torch.inference_mode():
+            shape = tuple(decoder(torch.zeros(1, *transform.shape, device=device)).shape)
+    except Exception as error:  # whatever another file makes the reader or the module raise
+        why = str(error).splitlines()[0] if isinstance(error, UserError) else "not a decoder that takes its latents"
+        raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/generation.md)") from None
+    if shape != (1, 3, transform.image_size, transform.image_size):
+        raise UserError(f"--vae {vae}: makes {shape} of the latents of one picture, expected (1, 3, {transform.image_size}, ...)")
+    return lambda latents: to_pictures(decoder(latents / transform.latents.scale))
+
+
+def find_labels(text: str, classes: Sequence[str]) -> list[int]:
+    """`all`, the name of a class or its number -> the labels; raises UserError where there is no such class."""
+    if text == "all":
+        return list(range(len(classes)))
+    if text in classes:
+        return [classes.index(text)]
+    if text.isdigit() and int(text) < len(classes):
+        return [int(text)]
+    hint = did_you_mean(text, classes) if not text.lstrip("-").isdigit() else ""
+    raise UserError(f"generate: --class-label {text}: no such class; the model knows 0 to {len(classes) - 1}, or their names{hint}")
+
+
+def _require_denoiser(name: str) -> str:
+    try:
+        with torch.device("meta"):
+            build_denoiser(name)
+    except ValueError as error:
+        raise UserError(f"generate: --model {error}") from None
+    return name
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+
+
+def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progress) -> Iterator[Tensor]:
+    """Batches of uint8 pictures."""
+    shared = {"sampling": drawer.sampling, "seed": request.seed, "batch_size": request.batch_size}
+    diffusion, places = Diffusion.linear(labels.device), range(len(labels))
+
+    def count(samples: int) -> None:
+        progress.update(progress.done + samples)
+
+    try:
+        with torch.inference_mode():
+            for part in draw_samples(drawer.model, diffusion, drawer.transform, labels, places, **shared, progress=count):
+                yield drawer.decode(part)
+    except torch.OutOfMemoryError:
+        raise RunError("generate: the GPU has too little memory; lower --batch-size") from None
+
+
+def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tally) -> Tally:
+    """What is said of the real pictures of the asked classes in the reported split of a data set, at the size of the samples."""
+    tree = cell.open_tree()
+    if tuple(tree.classes) != drawer.classes or cell.kind == "latents":
+        raise UserError(f"generate: --data {cell.name}: holds no pictures of the classes that the denoiser knows")
+    wanted = torch.tensor(asked)
+    loader = EvalLoader(open_split(tree, cell.row.reported_split, dataclasses.replace(drawer.transform, latents=None)), batch_size=BATCH)
+    try:
+        for pictures, labels in loader:
+            chosen = torch.isin(labels, wanted)
+            if chosen.any():
+                tally.add(pictures[chosen], labels[chosen])
+    finally:
+        loader.close()
+    return tally
+
+
+def _record(
+    paths: Paths, request: DrawRequest, drawer: Drawer, asked: Sequence[int], about: dict[str, Any], device: torch.device, seconds: float
+) -> None:
+    sampling = drawer.sampling
+    files = tuple(hash_file(file) for file in (request.judge, request.inception, request.vae) if file is not None)
+    of = {"samples": about["samples"], "image_size": drawer.transform.image_size, "sampling": sampling, "seed": request.seed}
+    params = DrawnParams(weights_hash=about["weights_hash"], labels=tuple(asked), files=files, **of)
+    place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
+    manifest = {"data_manifest": manifest_path(paths, request.data)} if request.data else {}
+    identity = make_identity(paths.root, [__name__, family_module(drawer.name)], params, **manifest, **place)
+    parts = [drawer.name, about["weights_hash"][:8], f"{sampling.sampler}{sampling.steps}", f"guidance{sampling.guidance:g}"]
+    parts += [f"{about['samples']}samples", f"seed{request.seed}", *([] if len(asked) > 1 else [f"class{asked[0]}"])]
+    write_record(paths.measured(device_slug(device)) / "draw" / "_".join(parts), about, identity, seconds)

@@ -1,0 +1,254 @@
+"""DiT and DiT3, diffusion transformers for class-conditional images: S, B, L and XL, and nanos for tests and the embedded data sets.
+
+A denoiser predicts the noise in a noisy input at a timestep, given a class: latents of a VAE with 4 channels, or pixels. DiT mixes tokens by
+softmax attention. DiT3 mixes them by the TTT block of ViT3, after a depth-wise convolution (CPE), which a DiT may have too.
+Positions are fixed sines and cosines of the grid, so any input whose sides the patch divides will do.
+
+Shape suffixes: B images, N tokens (h·w), C width; the input is (B, K, H, W).
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Mlp
+from timm.layers.attention import Attention
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from ..core.errors import UserError
+from .backbone import Grid, OperatorModel
+from .registry import register_denoisers
+from .vit3 import InnerTraining
+
+EPS = 1e-6
+WAVES = 256  # sines and cosines of a timestep
+LONGEST_PERIOD = 10_000.0
+
+
+class DiTBlock(nn.Module):
+    """Tokens + CPE, where there is one; then the mixer and an MLP, each on normalised tokens that the condition shifts and scales.
+
+    With (β1, γ1, α1, β2, γ2, α2) = Linear(SiLU(c)), the residuals are α1 · mixer((1 + γ1) · LN(x) + β1), and the same with the MLP
+    (adaLN-Zero: the linear layer begins at zero, and the block as the identity).
+    """
+
+    def __init__(self, dim: int, num_heads: int, mixer: Literal["softmax", "ttt"], cpe: bool):
+        super().__init__()
+        self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if cpe else None
+        self.norm1 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
+        self.attn = InnerTraining(dim, num_heads) if mixer == "ttt" else Attention(dim, num_heads, qkv_bias=True)
+        self.norm2 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
+        self.mlp = Mlp(dim, 4 * dim, act_layer=functools.partial(nn.GELU, approximate="tanh"))
+        self.modulation = nn.Linear(dim, 6 * dim)
+
+    def forward(self, tokens: Tensor, grid: Grid, condition: Tensor) -> Tensor:
+        """Tokens (B, N, C), row-major on an (h, w) grid, and the condition (B, C) -> (B, N, C)."""
+        if self.cpe is not None:
+            tokens = tokens + self.cpe(tokens.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
+        mixed = modulate(self.norm1(tokens), shift1, scale1)
+        tokens = tokens + gate1 * (self.attn(mixed, grid) if isinstance(self.attn, InnerTraining) else self.attn(mixed))
+        return tokens + gate2 * self.mlp(modulate(self.norm2(tokens), shift2, scale2))
+
+
+class Denoiser(OperatorModel):
+    """DiT, or DiT3 with `mixer="ttt"`.
+
+    Args:
+        patch_size: side of a patch; height and width of every input must be multiples of it.
+        in_channels: K, of the input: 4 for latents, 1 or 3 for pixels.
+        embed_dim, depth, num_heads: C, the number of blocks, and the heads of the mixer.
+        num_classes: labels 0 to num_classes - 1; the label num_classes stands for no class.
+        mixer: how tokens see each other.
+        cpe: a depth-wise 3x3 convolution before each mixer; None has it with `ttt` alone.
+        learn_sigma: the output has K more channels, which determine the variance of a step; see `repro.tasks.generation.diffusion`.
+    """
+
+    def __init__(
+        self,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        embed_dim: int = 384,
+        depth: int = 12,
+        num_heads: int = 6,
+        num_classes: int = 1000,
+        *,
+        mixer: Literal["softmax", "ttt"] = "softmax",
+        cpe: bool | None = None,
+        learn_sigma: bool = True,
+    ):
+        super().__init__()
+        if mixer not in ("softmax", "ttt"):
+            raise ValueError(f"mixer {mixer!r} is not softmax or ttt")
+        if embed_dim % num_heads or embed_dim % 4:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads} and of 4")
+        self.patch_size, self.in_channels, self.embed_dim, self.depth, self.num_heads = patch_size, in_channels, embed_dim, depth, num_heads
+        self.num_classes, self.mixer, self.learn_sigma = num_classes, mixer, learn_sigma
+        self.cpe = mixer == "ttt" if cpe is None else cpe
+        self.out_channels = 2 * in_channels if learn_sigma else in_channels
+        self.grad_checkpointing = False
+        self.patch_embed = nn.Conv2d(in_channels, embed_dim, patch_size, stride=patch_size)
+        self.time_embed = nn.Sequential(nn.Linear(WAVES, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
+        self.class_embed = nn.Embedding(num_classes + 1, embed_dim)
+        self.blocks = nn.ModuleList(DiTBlock(embed_dim, num_heads, mixer, self.cpe) for _ in range(depth))
+        self.norm = nn.LayerNorm(embed_dim, eps=EPS, elementwise_affine=False)
+        self.modulation = nn.Linear(embed_dim, 2 * embed_dim)
+        self.head = nn.Linear(embed_dim, patch_size**2 * self.out_channels)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear layers and patches Xavier-uniform with zero bias, embeddings normal 0.02, modulations and head zero; fast weights keep
+        theirs, and the CPE PyTorch's."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.patch_embed.weight.view(self.embed_dim, -1))
+        nn.init.zeros_(self.patch_embed.bias)
+        for weight in (self.class_embed.weight, self.time_embed[0].weight, self.time_embed[2].weight):
+            nn.init.normal_(weight, std=0.02)
+        for linear in (*(block.modulation for block in self.blocks), self.modulation, self.head):
+            nn.init.zeros_(linear.weight)
+
+    def grid_of(self, height: int, width: int) -> Grid:
+        """Rows and columns of patches in an input, whose sides must be positive multiples of the patch size (ValueError)."""
+        p = self.patch_size
+        if height < p or width < p or height % p or width % p:
+            raise ValueError(f"input of {height}x{width}: height and width must be positive multiples of the patch size {p}")
+        return height // p, width // p
+
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        """Noisy inputs (B, K, H, W), integer timesteps (B,) and labels (B,) -> the noise (B, K, H, W), or with `learn_sigma` (B, 2K, H, W).
+
+        Raises ValueError for sides that the patch does not divide.
+        """
+        grid = self.grid_of(*x.shape[-2:])
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
+        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(tokens.dtype)
+        condition = self.time_embed(embed_timesteps(timesteps).to(self.head.weight.dtype)) + self.class_embed(labels)
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, grid, condition)
+            else:
+                tokens = block(tokens, grid, condition)
+        shift, scale = self.modulation(F.silu(condition)).unsqueeze(1).chunk(2, dim=-1)
+        patches = self.head(modulate(self.norm(tokens), shift, scale))
+        patches = patches.unflatten(2, (self.patch_size, self.patch_size, self.out_channels)).unflatten(1, grid)
+        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, h, w, p, p, K) -> (B, K, h, p, w, p) -> (B, K, H, W)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
+        return {"stem": r"^patch_embed|^time_embed|^class_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^modulation|^head", (99999,))]}
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own; releases also count their fixed table of N·C positions."""
+        C, L = self.embed_dim, self.depth
+        d = C // self.num_heads
+        ttt = self.mixer == "ttt"
+        projections = (C + 1) * (3 * C + 3 * d) + (C + d + 1) * C if ttt else 4 * C * C + 4 * C
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + C,
+            "time_embed": (WAVES + 1) * C + (C + 1) * C,
+            "class_embed": (self.num_classes + 1) * C,
+            "cpe": L * 10 * C * self.cpe,
+            "projections": L * projections,
+            "inner_start": L * (2 * C * d + 9 * d) * ttt,
+            "mlp": L * (8 * C * C + 5 * C),
+            "modulation": L * 6 * C * (C + 1) + 2 * C * (C + 1),
+            "head": (C + 1) * self.head.out_features,
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one input of (H, W): latents of a VAE are an eighth of the image's height and width."""
+        C, L = self.embed_dim, self.depth
+        d = C // self.num_heads
+        h, w = self.grid_of(*image_size)
+        N, ttt = h * w, self.mixer == "ttt"
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "time_embed": (WAVES + C) * C,
+            "cpe": L * N * 9 * C * self.cpe,
+            "projections": L * N * C * ((3 * C + 3 * d + C + d) if ttt else 4 * C),
+            "attention": L * 2 * N * N * C * (not ttt),
+            "inner_glu": L * 6 * N * C * d * ttt,
+            "inner_conv": L * 2 * 9 * N * d * ttt,
+            "mlp": L * N * 8 * C * C,
+            "modulation": L * 6 * C * C + 2 * C * C,
+            "head": N * C * self.head.out_features,
+        }
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """(1 + scale) · x + shift."""
+    return x * (1 + scale) + shift
+
+
+def embed_timesteps(timesteps: Tensor) -> Tensor:
+    """(B,) -> (B, 256) fp32: the cosines and then the sines of t · 10000^(-i/128), i = 0..127."""
+    rates = torch.exp(torch.arange(WAVES // 2, dtype=torch.float32, device=timesteps.device) * (-math.log(LONGEST_PERIOD) / (WAVES // 2)))
+    angles = timesteps[:, None].float() * rates
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def embed_positions(grid: Grid, dim: int, device: torch.device | str | None = None) -> Tensor:
+    """(h·w, dim) fp32: half of the channels say the column and half the row, each by sines and cosines of dim/4 rates from 1 to 1/10000."""
+    rates = LONGEST_PERIOD ** (torch.arange(dim // 4, dtype=torch.float32, device=device) / -(dim // 4))
+    rows, columns = (torch.outer(torch.arange(n, dtype=torch.float32, device=device), rates) for n in grid)
+    rows, columns = (torch.cat((angles.sin(), angles.cos()), dim=-1) for angles in (rows, columns))
+    h, w = grid
+    return torch.cat((columns.expand(h, -1, -1), rows[:, None].expand(-1, w, -1)), dim=-1).flatten(0, 1)
+
+
+_OFFICIAL = {
+    "x_embedder.proj.": "patch_embed.",
+    "t_embedder.mlp.": "time_embed.",
+    "y_embedder.embedding_table.": "class_embed.",
+    "final_layer.adaLN_modulation.1.": "modulation.",
+    "final_layer.linear.": "head.",
+    ".adaLN_modulation.1.": ".modulation.",
+}
+
+
+def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of the official releases of DiT and DiT3 under our names, without their fixed table of positions.
+
+    Raises:
+        UserError: a table of positions that is not the one that is computed here.
+    """
+    renamed = {}
+    for key, value in state_dict.items():
+        for theirs, ours in _OFFICIAL.items():
+            key = key.replace(theirs, ours)
+        renamed[key] = value
+    if (table := renamed.pop("pos_embed", None)) is not None:
+        side = math.isqrt(table.shape[1])
+        fixed = embed_positions((side, side), table.shape[2])
+        if fixed.shape != table.shape[1:] or (table[0] - fixed).abs().max() > 1e-4:
+            raise UserError(
+                "pos_embed is not the fixed table of sines and cosines of a square grid; it was trained, or is of another model"
+            )
+    return renamed
+
+
+SIZES = {
+    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "xlarge": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
+    # for tests and the embedded data sets, in pixels
+    "nano": {"in_channels": 1, "embed_dim": 48, "depth": 3, "num_heads": 2, "num_classes": 10, "learn_sigma": False},
+}
+PATCHES = {"small": (8, 4, 2), "base": (8, 4, 2), "large": (2,), "xlarge": (2,), "nano": (4, 1)}
+
+for _family, _mixer in (("dit", "softmax"), ("dit3", "ttt")):
+    for _size, _patches in PATCHES.items():
+        _named = {f"{_family}_{_size}_patch{p}": {"patch_size": p, "mixer": _mixer, **SIZES[_size]} for p in _patches}
+        register_denoisers(Denoiser, _named)

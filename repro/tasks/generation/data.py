@@ -1,0 +1,75 @@
+"""The data sets and files around a denoiser: pictures and latents, the weights to start from, the judge, and grids of samples."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torchvision import transforms
+from torchvision.utils import make_grid
+
+from ...core.errors import UserError
+from ...core.paths import find_root
+from ...core.record import atomic
+from ...data.classification import ImageFolder, eval_transform
+from ...data.latents import LatentFolder
+from ...data.settings import TransformSettings
+from ...data.tree import Tree
+from ...models.checkpoints import open_weights
+from ...models.registry import family_module
+from ...models.weights import is_foreign, load_state, read_official, translate_official
+from .params import GenerateParams, InputSettings
+from .scores import Judge
+
+GAP_PX = 4  # between the pictures of a grid
+SHOWN_PX = 64  # to which smaller pictures are enlarged there
+
+
+def open_split(tree: Tree, split: str, settings: InputSettings, *, training: bool = False, **shared: Any) -> ImageFolder:
+    """One split as a denoiser reads it: uint8 pictures or fp32 latents, and classes; `shared` are `ImageFolder`'s seed and limit."""
+    hflip = settings.hflip if training else 0.0
+    if settings.latents is not None:
+        return LatentFolder(tree, split, settings.shape, scale=settings.latents.scale, hflip=hflip, **shared)
+    resize = eval_transform(TransformSettings(image_size=settings.image_size, crop_pct=1.0))
+    steps = [*([transforms.Grayscale()] if settings.channels == 1 else []), transforms.RandomHorizontalFlip(hflip), resize]
+    return ImageFolder(tree, split, transforms.Compose([*steps, torch.as_tensor]), **shared)
+
+
+def read_denoiser(path: Path, model: str) -> Mapping[str, Tensor]:
+    """The tensors of a denoiser's file, of this project or of a release, whose moving average counts where it has one; raises UserError."""
+    if not is_foreign(path):
+        checkpoint = open_weights(path, model=model)
+        return checkpoint.read_state()
+    try:
+        return translate_official(read_official(path, ("ema", "model", "state_dict")), family_module(model))
+    except UserError as error:
+        raise UserError(str(error) if str(error).startswith(str(path)) else f"{path}: {error}") from None
+
+
+def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
+    """Fill a denoiser from a file, strictly, and say what became of each key; raises UserError where it does not fit."""
+    return load_state(model, read_denoiser(path, name), f"{path}: does not fit {name} as built with {model.built_from[1] or 'no options'}")
+
+
+def open_judge(params: GenerateParams, classes: Sequence[str], device: torch.device) -> Judge:
+    """The judge of a cell; raises UserError where it cannot judge."""
+    if params.transform.latents is not None:
+        raise UserError("judge: looks at pictures, and these are latents; judge samples with `repro generate --vae`")
+    path = find_root().root / params.judge.weights
+    if not path.is_file():
+        raise UserError(f"judge.weights: {path}: no such file; train that classifier first")
+    return Judge.open(path, classes, device)
+
+
+def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
+    """Write uint8 pictures (N, 1 or 3, H, W) in rows as one PNG; small ones are enlarged bicubically."""
+    times = -(-SHOWN_PX // min(pictures.shape[-2:]))
+    shown = (
+        pictures.cpu() if times == 1 else F.interpolate(pictures.cpu().float(), scale_factor=times, mode="bicubic").round().clamp(0, 255)
+    )
+    grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=GAP_PX, pad_value=255)
+    with atomic(path) as temporary:
+        Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, "PNG")

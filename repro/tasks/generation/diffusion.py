@@ -1,0 +1,197 @@
+"""Gaussian diffusion with a linear schedule: the loss of a denoiser, and sampling by DDPM or DDIM with classifier-free guidance.
+
+A clean input x_0 becomes x_t = √ᾱ_t x_0 + √(1 - ᾱ_t) ε, where ᾱ_t = Π_{s≤t} (1 - β_s) and ε is standard normal noise, which the denoiser
+predicts (Ho et al. 2020). With twice the channels it also says where between its two bounds, in logarithms, the variance of the reverse
+step lies (Nichol and Dhariwal 2021). Tables are fp64; what they give for a batch has its dtype.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .params import TIMESTEPS
+
+BETAS = (1e-4, 0.02)  # the first and the last
+LEVEL = 1 / 127.5  # between two neighbouring grey levels of 8 bits in [-1, 1]
+Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]  # inputs (B, K, H, W), timesteps (B,), labels (B,) -> (B, K or 2K, H, W)
+
+
+class Reverse(NamedTuple):
+    """The distribution of x_{t-1} given x_t and what the denoiser says, and its guess of x_0; all (B, K, H, W)."""
+
+    mean: Tensor
+    log_variance: Tensor
+    x_start: Tensor
+
+
+class Diffusion:
+    """A chain of n steps.
+
+    Args:
+        betas: (n,) fp64, on the device of the inputs.
+        timesteps: (n,) int64, the timestep of the denoiser for each step; there too.
+    """
+
+    def __init__(self, betas: Tensor, timesteps: Tensor):
+        self.betas, self.timesteps = betas, timesteps
+        self.alphas_bar = torch.cumprod(1 - betas, dim=0)
+        self.alphas_bar_before = F.pad(self.alphas_bar[:-1], (1, 0), value=1.0)
+        rest = 1 - self.alphas_bar
+        # of q(x_{t-1} | x_t, x_0), whose mean is of_start · x_0 + of_x · x_t; at the first step its variance is 0
+        self._of_start = betas * self.alphas_bar_before.sqrt() / rest
+        self._of_x = (1 - self.alphas_bar_before) * (1 - betas).sqrt() / rest
+        variance = betas * (1 - self.alphas_bar_before) / rest
+        # the second step's stands for that 0, which has no logarithm
+        self._least_log_variance = torch.cat((variance[1:2], variance[1:])).log()
+        # where the denoiser predicts no variance
+        self._fixed_log_variance = torch.cat((variance[1:2], betas[1:])).log()
+
+    @classmethod
+    def linear(cls, device: torch.device | str = "cpu") -> Self:
+        """The chain of training: 1,000 steps whose β rises linearly from 1e-4 to 0.02."""
+        return cls(torch.linspace(*BETAS, TIMESTEPS, dtype=torch.float64, device=device), torch.arange(TIMESTEPS, device=device))
+
+    def respaced(self, steps: int) -> Self:
+        """A chain of fewer steps over the same ᾱ: step i stands for step round(i·(n - 1) / (steps - 1)) of this one.
+
+        Raises ValueError for fewer than 2 steps or more than n.
+        """
+        n = len(self.betas)
+        if not 2 <= steps <= n:
+            raise ValueError(f"{steps} steps: expected 2 to {n}, the steps of the training")
+        kept = torch.tensor([round(i * (n - 1) / (steps - 1)) for i in range(steps)], device=self.betas.device)
+        alphas_bar = self.alphas_bar[kept]
+        return type(self)(1 - alphas_bar / F.pad(alphas_bar[:-1], (1, 0), value=1.0), self.timesteps[kept])
+
+    def _at(self, table: Tensor, step: Tensor, like: Tensor) -> Tensor:
+        return table[step].to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+
+    def add_noise(self, x_start: Tensor, step: Tensor, noise: Tensor) -> Tensor:
+        """x_t of clean inputs (B, K, H, W), steps (B,) and noise."""
+        signal, rest = self.alphas_bar.sqrt(), (1 - self.alphas_bar).sqrt()
+        return self._at(signal, step, x_start) * x_start + self._at(rest, step, x_start) * noise
+
+    def reverse(self, output: Tensor, x: Tensor, step: Tensor, *, clip: bool = False) -> Reverse:
+        """The reverse step from x = x_t (B, K, H, W) by the denoiser's output (B, K or 2K, H, W); `clip` bounds the guess of x_0 by ±1."""
+        noise, range_values = (output, None) if output.shape[1] == x.shape[1] else output.chunk(2, dim=1)
+        alpha_bar = self.alphas_bar
+        x_start = self._at((1 / alpha_bar).sqrt(), step, x) * x - self._at((1 / alpha_bar - 1).sqrt(), step, x) * noise
+        if clip:
+            x_start = x_start.clamp(-1, 1)
+        if range_values is None:
+            log_variance = self._at(self._fixed_log_variance, step, x).expand_as(x)
+        else:
+            share = (range_values + 1) / 2
+            least, most = self._at(self._least_log_variance, step, x), self._at(self.betas.log(), step, x)
+            log_variance = share * most + (1 - share) * least
+        return Reverse(self._posterior_mean(x_start, x, step), log_variance, x_start)
+
+    def _posterior_mean(self, x_start: Tensor, x: Tensor, step: Tensor) -> Tensor:
+        """The mean of q(x_{t-1} | x_t, x_0)."""
+        return self._at(self._of_start, step, x) * x_start + self._at(self._of_x, step, x) * x
+
+    def losses(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """`mse` (B,), of the predicted noise, and with a learned variance `vb` (B,), the term of the variational bound in bits per value.
+
+        The bound trains the variance alone: the noise in it is detached. Both are means over the values of each image.
+        """
+        predicted = output[:, : x.shape[1]]
+        found = {"mse": (predicted - noise).square().flatten(1).mean(1)}
+        if output.shape[1] > x.shape[1]:
+            frozen = torch.cat((predicted.detach(), output[:, x.shape[1] :]), dim=1)
+            found["vb"] = self._bound(frozen, x_start, x, step)
+        return found
+
+    def _bound(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor) -> Tensor:
+        """KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), at the first step -log p(x_0 | x_1) of 8-bit values, in bits per value; (B,)."""
+        mean, log_variance, _ = self.reverse(output, x, step)
+        true_mean, true_log_variance = self._posterior_mean(x_start, x, step), self._at(self._least_log_variance, step, x)
+        difference = (true_mean - mean).square() * torch.exp(-log_variance)
+        divergence = 0.5 * (log_variance - true_log_variance - 1 + torch.exp(true_log_variance - log_variance) + difference)
+        surprise = -_log_likelihood(x_start, mean, 0.5 * log_variance)
+        return torch.where(step == 0, surprise.flatten(1).mean(1), divergence.flatten(1).mean(1)) / math.log(2)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        denoise: Denoise,
+        labels: Tensor,
+        shape: Sequence[int],
+        generators: Sequence[torch.Generator],
+        *,
+        sampler: Literal["ddpm", "ddim"] = "ddpm",
+        clip: bool = False,
+        progress: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Samples (B, *shape) of the classes `labels` (B,), from pure noise through all steps of this chain.
+
+        Args:
+            denoise: predicts the noise, with guidance if so wanted; see `guide`.
+            generators: of the noise of each sample, on the CPU, so that a sample depends neither on the batch nor on the device.
+            sampler: `ddpm` draws from the reverse distribution, `ddim` (η = 0) adds no noise.
+            clip: for pixels, whose values lie in [-1, 1]; latents are not bounded.
+            progress: is called after every step.
+        """
+
+        def draw() -> Tensor:
+            drawn = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
+            return drawn.to(labels.device)
+
+        x = draw()
+        for number in range(len(self.betas) - 1, -1, -1):
+            step = torch.full((len(labels),), number, device=labels.device)
+            output = denoise(x, self.timesteps[step], labels).float()
+            found = self.reverse(output, x, step, clip=clip)
+            if sampler == "ddim":
+                x = self.ddim_step(found, x, step)
+            else:
+                x = found.mean + (0.5 * found.log_variance).exp() * draw() if number else found.mean
+            progress()
+        return x
+
+    def ddim_step(self, found: Reverse, x: Tensor, step: Tensor) -> Tensor:
+        """x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, with the ε that leads from the guess of x_0 to x_t (Song et al. 2020, η = 0)."""
+        alpha_bar, before = (self._at(table, step, x) for table in (self.alphas_bar, self.alphas_bar_before))
+        noise = (x - alpha_bar.sqrt() * found.x_start) / (1 - alpha_bar).sqrt()
+        return before.sqrt() * found.x_start + (1 - before).sqrt() * noise
+
+
+def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
+    """Classifier-free guidance: in the first `channels`, ε = ε_null + scale · (ε_class - ε_null), and in the others what the class gives.
+
+    DiT guides three of a latent's four channels, and neither the fourth nor the variances. A scale of 1 guides nothing, and runs the
+    model once instead of twice; 0 leaves the class out.
+    """
+
+    def denoise(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        if scale == 1:
+            return model(x, timesteps, labels)
+        both = torch.cat((labels, torch.full_like(labels, null)))
+        with_class, without = model(x.repeat(2, 1, 1, 1), timesteps.repeat(2), both).chunk(2)
+        guided = without[:, :channels] + scale * (with_class[:, :channels] - without[:, :channels])
+        return torch.cat((guided, with_class[:, channels:]), dim=1)
+
+    return denoise
+
+
+def make_generator(*key: int) -> torch.Generator:
+    """A generator on the CPU whose numbers depend on all numbers of the key alone."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
+
+
+def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
+    """log P of values with 8 bits in [-1, 1]: the normal distribution's mass within half a level; all beyond the first and last level."""
+    centred, inverse = x - mean, torch.exp(-log_deviation)
+    above, below = (_cumulate(inverse * (centred + sign * LEVEL / 2)) for sign in (1, -1))
+    mass = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
+    return mass.clamp(min=1e-12).log()
+
+
+def _cumulate(x: Tensor) -> Tensor:
+    """The standard normal's distribution function by the approximation with tanh, which the releases take too."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,0 +1,117 @@
+"""The parameters of a denoiser's training. Imports nothing heavy: the stages need them for `--help`."""
+
+import dataclasses
+from typing import Any, Literal
+
+from ...core.config import bounded
+from ...training.params import TrainParams
+
+TIMESTEPS = 1000  # of the diffusion in training
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentSettings:
+    """What the inputs are where they are latents of a VAE; the defaults are those of Stable Diffusion's.
+
+    Args:
+        channels: of a latent.
+        stride: pixels of the image along the side of one value.
+        scale: by which latents are multiplied, so that their standard deviation is about 1.
+    """
+
+    channels: int = bounded(4, ge=1)
+    stride: int = bounded(8, ge=1)
+    scale: float = bounded(0.18215, gt=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputSettings:
+    """How a picture becomes an input of a denoiser.
+
+    Args:
+        image_size: side of the square pictures in pixels; short sides are resized to it, and the centre is cropped.
+        channels: 1 for grey and 3 for colour; values in [-1, 1].
+        hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
+        latents: for a data set of kind `latents`; null for pixels.
+    """
+
+    image_size: int = bounded(ge=1)
+    channels: Literal[1, 3] = 3
+    hflip: float = bounded(0.5, ge=0, le=1)
+    latents: LatentSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.latents is not None and (self.image_size % self.latents.stride or self.channels != 3):
+            raise ValueError(f"latents: need channels 3 and an image_size that is a multiple of their stride, {self.latents.stride}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an input."""
+        if self.latents is None:
+            return self.channels, self.image_size, self.image_size
+        side = self.image_size // self.latents.stride
+        return self.latents.channels, side, side
+
+    @property
+    def guided_channels(self) -> int:
+        """How many channels guidance acts on: all of pixels, and the first three of latents, as DiT's release does."""
+        return min(3, self.shape[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How samples are drawn.
+
+    Args:
+        sampler: `ddpm`, or `ddim` without noise.
+        steps: of the 1,000 of the training, evenly spaced.
+        guidance: scale of classifier-free guidance; 1 guides nothing.
+    """
+
+    sampler: Literal["ddpm", "ddim"] = "ddpm"
+    steps: int = bounded(250, ge=2, le=TIMESTEPS)
+    guidance: float = bounded(1.0, ge=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeParams:
+    """Who judges samples at the end of a training.
+
+    Args:
+        weights: a classifier of this project of the same classes, from the checkout's root.
+        samples: how many are drawn, of each class alike.
+    """
+
+    weights: str
+    samples: int = bounded(200, ge=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateParams(TrainParams):
+    """A cell of `generate:`; a denoiser has no stochastic depth.
+
+    Args:
+        label_dropout: share of the training images whose class is left out, for guidance.
+        max_unreadable: training images that may be unreadable before the run stops.
+        transform: from a picture to an input.
+        sampling: how the judged samples and the examples are drawn.
+        judge: a classifier that says of what class samples are; null for none.
+    """
+
+    drop_path: float = bounded(0.0, ge=0, le=0)
+    ema_decay: float | None = bounded(0.9999, gt=0, le=1)
+    label_dropout: float = bounded(0.1, ge=0, le=1)
+    max_unreadable: int = bounded(0, ge=0)
+    transform: InputSettings
+    sampling: SamplingParams = SamplingParams()
+    judge: JudgeParams | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if reserved := {"in_channels"} & set(self.options):
+            raise ValueError(f"options: {min(reserved)} follows from transform; leave it out")
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """The arguments that build the denoiser, but for the number of classes."""
+        return {**self.options, "in_channels": self.transform.shape[0]}

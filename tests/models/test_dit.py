@@ -1,0 +1,224 @@
+"""DiT and DiT3 against the official release, against exact counts, and what a denoiser must do whatever its mixer is."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from repro.core.errors import UserError
+from repro.measure.build import create
+from repro.measure.flops import OperatorCounter, cost
+from repro.models.dit import Denoiser, DiTBlock, embed_positions, official_state_dict
+from repro.models.registry import build_denoiser, build_model, family_module
+from repro.models.weights import load_state
+from tests.models.helpers import relative, shaken
+
+FILE = Path(__file__).parents[1] / "data" / "dit3.npz"
+VARIANTS = [("dit_nano_patch4", {}), ("dit_nano_patch4", {"cpe": True, "learn_sigma": True}), ("dit3_nano_patch4", {})]
+each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
+
+
+def read(prefix: str) -> dict[str, Tensor]:
+    with np.load(FILE) as file:
+        return {
+            key.removeprefix(prefix): torch.from_numpy(file[key]) for key in file if key.startswith(prefix) and file[key].dtype.kind != "U"
+        }
+
+
+def small(name: str = "dit3_nano_patch4", **options) -> Denoiser:
+    torch.manual_seed(0)
+    return shaken(build_denoiser(name, **{"embed_dim": 24, "depth": 2, **options}))
+
+
+def make_inputs(batch: int = 2, channels: int = 1, size: tuple[int, int] = (12, 20)) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(batch, channels, *size), torch.randint(1000, (batch,)), torch.arange(batch)
+
+
+def test_block_equals_the_official_release():
+    truth = read("block/")
+    block = DiTBlock(32, 4, "ttt", cpe=True)
+    state = {key.removeprefix("state_dict/").replace("adaLN_modulation.1.", "modulation."): v for key, v in truth.items() if "dict/" in key}
+    block.load_state_dict(state)
+    x, c = (truth[name].clone().requires_grad_() for name in "xc")
+    out = block(x, (4, 4), c)
+    out.backward(truth["cot"])
+    assert relative(out, truth["out"]) < 1e-5
+    assert relative(x.grad, truth["grad_x"]) < 1e-4 and relative(c.grad, truth["grad_c"]) < 1e-4
+    gradients = {key.removeprefix("grads/"): value for key, value in truth.items() if key.startswith("grads/")}
+    assert len(gradients) == 5
+    for name, expected in gradients.items():
+        found = block.get_parameter(name.replace("adaLN_modulation.1.", "modulation."))
+        assert relative(found.grad, expected) < 1e-4, name
+
+
+def official_model(truth: dict[str, Tensor]) -> Denoiser:
+    given = {name.removeprefix("config/"): int(value) for name, value in truth.items() if name.startswith("config/")}
+    sizes = {"patch_size": given["patch_size"], "in_channels": given["in_channels"], "embed_dim": given["hidden_size"]}
+    model = Denoiser(**sizes, depth=given["depth"], num_heads=given["num_heads"], num_classes=given["num_classes"], mixer="ttt")
+    state = {key.removeprefix("state_dict/"): value for key, value in truth.items() if key.startswith("state_dict/")}
+    assert set(load_state(model, official_state_dict(state), "file").values()) == {"used"}
+    return model
+
+
+def test_model_equals_the_official_release():
+    truth = read("model/")
+    model = official_model(truth)
+    out = model(truth["x"], truth["t"], truth["y"])
+    assert relative(out, truth["out"]) < 1e-5
+    out.backward(truth["cot"])
+    names = {key.removeprefix("grads/"): value for key, value in truth.items() if key.startswith("grads/")}
+    ours = dict.fromkeys(names)
+    for key in ours:  # a parameter is found as a weight of the file is
+        ours[key] = model.get_parameter(next(iter(official_state_dict({key: torch.zeros(1)}))))
+    assert len(names) == 5
+    for key, parameter in ours.items():
+        assert relative(parameter.grad, names[key]) < 1e-4, key
+
+
+def test_a_table_of_positions_that_is_not_the_fixed_one_is_refused():
+    table = read("model/")["state_dict/pos_embed"]
+    assert torch.allclose(embed_positions((4, 4), 32), table[0], atol=1e-6) and official_state_dict({"pos_embed": table}) == {}
+    for wrong in (table + 0.01, table[:, :15]):
+        with pytest.raises(UserError, match="not the fixed table of sines and cosines"):
+            official_state_dict({"pos_embed": wrong})
+
+
+# trainable parameters, parameters with the release's table of positions, multiply-adds in units of 1e9; DiT's as its paper counts them
+COUNTS = {
+    "dit_small_patch8": (33_142_016, 33_148_160, 0.3580),
+    "dit_small_patch4": (32_920_448, 32_945_024, 1.4126),
+    "dit_small_patch2": (32_865_056, 32_963_360, 6.0557),
+    "dit_base_patch8": (130_869_248, 130_881_536, 1.4175),
+    "dit_base_patch4": (130_426_496, 130_475_648, 5.5652),
+    "dit_base_patch2": (130_315_808, 130_512_416, 23.0051),
+    "dit_large_patch2": (None, 458_102_816, 80.698),
+    "dit_xlarge_patch2": (None, 675_129_632, 118.621),
+    "dit3_small_patch8": (34_966_784, 34_972_928, 0.4036),
+    "dit3_small_patch4": (34_745_216, 34_769_792, 1.5667),
+    "dit3_small_patch2": (34_689_824, 34_788_128, 6.2191),
+    "dit3_base_patch8": (134_509_568, 134_521_856, 1.5086),
+    "dit3_base_patch4": (134_066_816, 134_115_968, 5.8729),
+    "dit3_base_patch2": (133_956_128, 134_152_736, 23.3301),
+    "dit3_large_patch2": (None, 467_804_192, 81.563),
+    "dit3_xlarge_patch2": (None, 689_410_976, 120.418),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_of_the_sizes(name):
+    """On latents of 32x32, with 1,000 classes. The releases' multiply-adds leave out one of the two products of the inner convolution."""
+    trainable, total, macs_g = COUNTS[name]
+    found, model = cost(name, {}, (32, 32)), create(name, {}, (32, 32), device="meta")
+    tokens = (32 // model.patch_size) ** 2
+    assert found.num_params + tokens * model.embed_dim == total and trainable in (None, found.num_params)
+    gradient_of_the_convolution = found.mac_terms["inner_conv"] // 2
+    assert (found.macs - gradient_of_the_convolution) / 1e9 == pytest.approx(macs_g, rel=2e-4)
+
+
+@pytest.mark.parametrize("name", ["dit_small_patch8", "dit3_small_patch8"])
+def test_the_closed_form_is_what_the_counter_counts(name):
+    model = create(name, {"depth": 2}, (32, 32), fused=False, device="meta")
+    inputs = torch.empty(1, 4, 32, 32, device="meta"), *(torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2))
+    with torch.no_grad(), OperatorCounter() as counter:
+        model(*inputs)
+    assert counter.macs == sum(model.mac_terms((32, 32)).values())
+
+
+@each_variant
+def test_any_grid_and_its_places(name, options):
+    """An input need not be square; a token's position is its column and then its row, in sines and cosines."""
+    model = small(name, **options)
+    channels = 1 + ("learn_sigma" in options)
+    x, t, y = make_inputs()
+    assert model(x, t, y).shape == (2, channels, 12, 20)
+    assert embed_positions((3, 5), 24).view(3, 5, 24)[2, 4].tolist() == pytest.approx(
+        [f(place / 10_000 ** (i / 6)) for place in (4, 2) for f in (np.sin, np.cos) for i in range(6)], abs=1e-6
+    )
+    for size in ((10, 12), (12, 2), (0, 12)):
+        with pytest.raises(ValueError, match="positive multiples of the patch size 4"):
+            model(torch.zeros(1, 1, *size), t[:1], y[:1])
+
+
+def test_the_pixels_of_a_patch_come_back_to_their_places():
+    """A head that says of each pixel its number in the patch."""
+    model = small("dit_nano_patch4", depth=1)
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.copy_(torch.arange(16.0))
+        out = model(*make_inputs())
+    assert torch.equal(out[0, 0, :4, :4], torch.arange(16.0).view(4, 4)) and torch.equal(out[1, 0, 8:, 16:], torch.arange(16.0).view(4, 4))
+
+
+def gradients(model: Denoiser, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(*inputs).square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@each_variant
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(name, options):
+    model, inputs = small(name, **options), make_inputs()
+    plain = gradients(model, inputs)
+    model.set_grad_checkpointing(True)
+    for key, recomputed in gradients(model, inputs).items():
+        assert plain[key].abs().sum() > 0, key
+        torch.testing.assert_close(recomputed, plain[key])
+
+
+@each_variant
+def test_every_parameter_has_a_layer(name, options):
+    model = small(name, **options)
+    groups = timm.models.group_parameters(model, model.group_matcher())
+    assert sorted(key for group in groups.values() for key in group) == sorted(key for key, _ in model.named_parameters())
+
+
+@each_variant
+def test_an_image_alone_and_in_a_batch(name, options):
+    model, (x, t, y) = small(name, **options), make_inputs(batch=3)
+    with torch.no_grad():
+        together = model(x, t, y)
+        alone = torch.cat([model(*(part[i : i + 1] for part in (x, t, y))) for i in range(3)])
+    assert relative(alone, together) < 1e-5
+
+
+@each_variant
+def test_compiled_equals_eager(name, options):
+    model, inputs = small(name, **options), make_inputs()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs), model(*inputs))
+
+
+def test_it_begins_as_the_identity_that_predicts_nothing():
+    """adaLN-Zero: whatever the mixer is, a new model's residuals and its output are zero; time and class reach the output after a step."""
+    model = build_denoiser("dit3_nano_patch4")
+    x, t, y = make_inputs()
+    assert not model(x, t, y).any()
+    block, grid = model.blocks[0], (3, 5)
+    tokens = torch.randn(2, 15, 48)
+    image = tokens.mT.unflatten(2, grid)
+    torch.testing.assert_close(block(tokens, grid, torch.randn(2, 48)), tokens + block.cpe(image).flatten(2).mT)
+    weight = model.class_embed.weight.detach()
+    assert weight.shape == (11, 48) and abs(weight.std().item() / 0.02 - 1) < 0.2
+    trained = small()
+    with torch.no_grad():
+        assert relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3 and relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
+
+
+def test_denoisers_have_their_own_register():
+    assert family_module("dit3_small_patch2") == family_module("dit_base_patch8") == "repro.models.dit"
+    assert not timm.is_model("dit3_small_patch2")
+    for wrong, message in (
+        ("dit3_smal_patch2", "no such denoiser; did you mean 'dit3_small_patch2'"),
+        ("vit3_nano_patch16_144", "not a denoiser"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_denoiser(wrong)
+    with pytest.raises(ValueError, match="cannot be built with {'mixer': 'tt'}: mixer 'tt' is not softmax or ttt"):
+        build_denoiser("dit3_nano_patch4", mixer="tt")
+    with pytest.raises(ValueError, match="embed_dim 50 is not a multiple of num_heads 2 and of 4"):
+        build_denoiser("dit_nano_patch4", embed_dim=50)
+    with pytest.raises(ValueError, match="cannot be built with .*drop_path_rate"):
+        build_model("dit_nano_patch4", img_size=32, drop_path_rate=0.1)

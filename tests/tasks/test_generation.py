@@ -1,0 +1,389 @@
+"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand; latents and scores."""
+
+import io
+import math
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor, nn
+
+from repro.core.errors import RunError, UserError
+from repro.data.check.run import Depth, run_check
+from repro.data.classification import ImageFolder, ToInput, eval_transform
+from repro.data.latents import LatentFolder
+from repro.data.settings import TransformSettings
+from repro.data.tree import scan_tree
+from repro.models.registry import build_model
+from repro.models.weights import save_weights
+from repro.tasks.classification.task import accuracy
+from repro.tasks.generation.diffusion import Diffusion, guide, make_generator
+from repro.tasks.generation.params import InputSettings, LatentSettings, SamplingParams
+from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, frechet_distance
+from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
+from tests.models.helpers import relative
+from tests.models.test_dit import official_model, read
+
+CPU = torch.device("cpu")
+
+
+def test_losses_equal_the_official_releases():
+    truth, diffusion = read("diffusion/"), Diffusion.linear()
+    x_start, noise, step, output = (truth[name] for name in ("x_start", "noise", "t", "model_output"))
+    assert relative(diffusion.betas, truth["betas"]) < 1e-12
+    x = diffusion.add_noise(x_start, step, noise)
+    assert relative(x, truth["x_t"]) < 1e-5
+    found = diffusion.losses(output, x_start, x, step, noise)
+    assert relative(found["mse"], truth["mse"]) < 1e-5 and relative(found["vb"], truth["vb"]) < 1e-5
+    assert relative(found["mse"] + found["vb"], truth["loss"]) < 1e-5
+
+
+def test_the_bound_trains_the_variance_alone():
+    truth, diffusion = read("diffusion/"), Diffusion.linear()
+    output = truth["model_output"].clone().requires_grad_()
+    found = diffusion.losses(output, truth["x_start"], truth["x_t"], truth["t"], truth["noise"])
+    (gradient,) = torch.autograd.grad(found["vb"].sum(), output)
+    assert not gradient[:, :4].any() and (gradient[:, 4:].flatten(1).abs().sum(1) > 0).all()
+
+
+def test_the_respaced_reverse_step_equals_the_official_releases():
+    truth, x = read("diffusion/respaced/"), read("diffusion/")["x_start"]  # the release takes it for x_t
+    chain = Diffusion.linear().respaced(int(truth["steps"]))
+    assert torch.equal(chain.timesteps, truth["use_timesteps"]) and relative(chain.betas, truth["betas"]) < 1e-12
+    found = chain.reverse(read("diffusion/")["model_output"], x, truth["t"])
+    for ours, name in ((found.mean, "mean"), (found.log_variance, "log_variance"), (found.x_start, "pred_xstart")):
+        assert relative(ours, truth[name]) < 1e-5, name
+    assert relative(chain.ddim_step(found, x, truth["t"]), truth["ddim_eta0"]) < 1e-5
+
+
+def test_guidance_equals_the_official_releases():
+    """The release carries the unconditional half along; what becomes of the other half is what counts."""
+    truth = read("model/cfg/")
+    half = len(truth["x"]) // 2
+    denoise = guide(official_model(read("model/")), null=10, scale=float(truth["scale"]), channels=3)
+    with torch.no_grad():
+        out = denoise(truth["x"][:half], truth["t"][:half], truth["y"][:half])
+    assert relative(out, truth["out"][:half]) < 1e-5
+
+
+def test_guidance_by_hand():
+    def model(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        return torch.cat((x * 0 + labels.view(-1, 1, 1, 1), x * 0 + 100 * labels.view(-1, 1, 1, 1)), dim=1)
+
+    x, timesteps, labels = torch.zeros(2, 1, 2, 2), torch.zeros(2), torch.tensor([1.0, 3.0])
+    for scale, expected in ((0, [7, 7]), (1, [1, 3]), (2, [-5, -1])):
+        out = guide(model, null=7, scale=scale, channels=1)(x, timesteps, labels)
+        assert out[:, 0, 0, 0].tolist() == expected and out[:, 1, 0, 0].tolist() == [100, 300]
+
+
+class Gaussian(nn.Module):
+    """The best denoiser of independent values that are normal with the mean of their class and one deviation: E[ε | x_t]."""
+
+    num_classes = 2
+    means, deviation = torch.tensor([-0.5, 0.8, 0.0]), 0.3
+
+    def __init__(self):
+        super().__init__()
+        self.alphas_bar = Diffusion.linear().alphas_bar.float()
+
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        alpha_bar, mean = self.alphas_bar[timesteps].view(-1, 1, 1, 1), self.means[labels].view(-1, 1, 1, 1)
+        rest = 1 - alpha_bar
+        return rest.sqrt() * (x - alpha_bar.sqrt() * mean) / (alpha_bar * self.deviation**2 + rest)
+
+
+PIXELS = InputSettings(image_size=8, channels=3, hflip=0.0)
+LATENTS = InputSettings(image_size=64, latents=LatentSettings())  # not clipped
+
+
+@pytest.mark.parametrize(("sampler", "steps", "bias"), [("ddpm", 1000, 0.01), ("ddpm", 250, 0.02), ("ddim", 250, 0.02), ("ddim", 50, 0.08)])
+def test_samples_have_the_mean_and_the_deviation_of_the_data(sampler, steps, bias):
+    """Beside chance, four standard errors, few steps have a bias: the chain is then no longer fine enough."""
+    labels = torch.tensor([0, 1]).repeat(8)
+    sampling = SamplingParams(sampler=sampler, steps=steps)
+    drawn = draw_samples(Gaussian(), Diffusion.linear(), LATENTS, labels, range(16), sampling=sampling, seed=3, batch_size=16)
+    (samples,) = drawn
+    for label in (0, 1):
+        values = samples[labels == label].flatten()
+        chance = 4 * Gaussian.deviation / math.sqrt(len(values))
+        assert abs(values.mean().item() - Gaussian.means[label].item()) < chance + bias * Gaussian.deviation
+        assert abs(values.std().item() - Gaussian.deviation) < chance / math.sqrt(2) + bias * Gaussian.deviation
+
+
+def test_a_sample_follows_from_its_place_and_the_seed_alone():
+    labels, chain = torch.tensor([0, 1, 0, 1, 0]), Diffusion.linear()
+
+    def draw(batch_size: int, seed: int = 0, sampler: str = "ddpm") -> Tensor:
+        how = {"sampling": SamplingParams(sampler=sampler, steps=5), "seed": seed, "batch_size": batch_size}
+        return torch.cat(list(draw_samples(Gaussian(), chain, PIXELS, labels, range(5), **how)))
+
+    assert torch.equal(draw(5), draw(2)) and torch.equal(draw(1), draw(5)) and draw(5).abs().max() <= 1.5
+    assert not torch.equal(draw(5), draw(5, seed=1)) and not torch.equal(draw(5), draw(5, sampler="ddim"))
+    assert draw(5)[0].ne(draw(5)[2]).any()  # the same class, another place
+
+
+@pytest.mark.parametrize("steps", [1, 0, 1001])
+def test_steps_out_of_range_are_refused(steps):
+    with pytest.raises(ValueError, match=f"{steps} steps: expected 2 to 1000"):
+        Diffusion.linear().respaced(steps)
+
+
+def test_pictures_become_inputs_and_come_back():
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    assert torch.equal(to_pictures(to_inputs(every, CPU)), every) and to_inputs(every, CPU).aminmax() == (-1, 1)
+    assert to_pictures(torch.tensor([-3.0, 3.0])).tolist() == [0, 255]
+
+
+class Batches(list):
+    """Batches, and what a task asks of its loader beside them."""
+
+    dataset = None
+
+
+class Silent(nn.Module):
+    """Predicts no noise, and notes the labels and steps that it sees."""
+
+    num_classes = 3
+
+    def __init__(self):
+        super().__init__()
+        self.labels, self.steps = [], []
+
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        self.labels += labels.tolist()
+        self.steps += timesteps.tolist()
+        return torch.zeros_like(x)
+
+
+def make_task(held_out: Batches, **changes) -> Generation:
+    asked = {"transform": InputSettings(image_size=4, channels=1), "label_dropout": 0.1, "sampling": SamplingParams(steps=2), "seed": 0}
+    return Generation(Silent(), Batches(), {"val": held_out}, num_classes=3, batch_size=4, device=CPU, **asked | changes)
+
+
+def test_the_held_out_loss_is_of_fixed_noise_whatever_the_batches_are():
+    pictures, labels = torch.randint(0, 256, (7, 1, 4, 4), dtype=torch.uint8), torch.arange(7) % 3
+    losses, truth = [], []
+    for place in range(7):
+        generator = make_generator(2, place)
+        truth.append((int(torch.randint(1000, (), generator=generator)), torch.randn(1, 4, 4, generator=generator).square().mean().item()))
+    for size in (7, 3):
+        task = make_task(Batches(zip(pictures.split(size), labels.split(size), strict=True)))
+        found = task.evaluate(task.model, "val")
+        losses.append(found["held_out_mse"])
+        assert found["held_out_images"] == 7 and task.model.steps == [step for step, _ in truth] and task.model.labels == labels.tolist()
+    expected = sum(loss for _, loss in truth) / 7
+    assert losses == pytest.approx([expected, expected], rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_classes_are_left_out_in_training(share):
+    torch.manual_seed(0)
+    task = make_task(Batches(), label_dropout=share)
+    labels = torch.zeros(2000, dtype=torch.long)
+    loss = task.loss(task.model, (torch.zeros(2000, 1, 4, 4, dtype=torch.uint8), labels))
+    assert set(loss) == {"loss"} and loss["loss"].item() == pytest.approx(1, abs=0.05)  # the mean square of noise
+    left_out = sum(label == 3 for label in task.model.labels)
+    assert set(task.model.labels) <= {0, 3} and left_out == pytest.approx(
+        2000 * share, abs=4 * math.sqrt(2000 * 0.3 * 0.7) * (0 < share < 1)
+    )
+    assert np.mean(task.model.steps) == pytest.approx(499.5, abs=4 * 1000 / math.sqrt(12 * 2000)) and min(task.model.steps) >= 0
+
+
+def test_a_judge_says_what_the_classifier_says_of_the_same_images(tmp_path):
+    """A picture at the judge's own size goes through its evaluation unchanged."""
+    torch.manual_seed(0)
+    settings, classes = TransformSettings(image_size=32, crop_pct=1.0), ["a", "b", "c"]
+    options = {"depth": 1, "num_classes": 3, "img_size": 32}
+    model = build_model("vit3_nano_patch16_144", **options).eval()
+    path = tmp_path / "judge.safetensors"
+    save_weights(path, model, name="vit3_nano_patch16_144", options=options, preprocessing=settings.preprocessing(), classes=classes)
+    judge = Judge.open(path, classes, CPU)
+    pictures, labels = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8), torch.arange(9) % 3
+    found = accuracy(model, [(pictures, labels)], ToInput(settings, CPU))
+    assert judge.count_right(pictures, labels, batch_size=4) == round(9 * found["top1_percent"] / 100)
+    task = make_task(
+        Batches([(pictures[:, :1], labels)]), transform=InputSettings(image_size=32, channels=1), judge=judge, judged_samples=5
+    )
+    scores = task.evaluate(task.model, "val")
+    grey = accuracy(model, [(pictures[:, :1].expand(-1, 3, -1, -1), labels)], ToInput(settings, CPU))
+    assert scores["real_judged_percent"] == pytest.approx(grey["top1_percent"]) and scores["judged_percent"] in (0, 20, 40, 60, 80, 100)
+    with pytest.raises(UserError, match="cannot judge, since it was trained on other classes"):
+        Judge.open(path, ["a", "b", "d"], CPU)
+
+
+def moments(features: Tensor) -> Moments:
+    found = Moments()
+    for part in features.split(13):
+        found.add(part)
+    return found
+
+
+def test_the_frechet_distance_is_its_formula():
+    """Against a root of the product of the covariances that is computed by another method."""
+    torch.manual_seed(0)
+    ours, theirs = torch.randn(60, 5).double() @ torch.randn(5, 5).double(), torch.randn(40, 5).double() * torch.arange(1, 6) + 2
+    root = scipy.linalg.sqrtm(np.cov(ours, rowvar=False) @ np.cov(theirs, rowvar=False)).real
+    means = (ours.mean(0) - theirs.mean(0)).square().sum().item()
+    expected = means + np.trace(np.cov(ours, rowvar=False) + np.cov(theirs, rowvar=False) - 2 * root)
+    assert frechet_distance(moments(ours), moments(theirs)) == pytest.approx(expected, rel=1e-9)
+    assert frechet_distance(moments(ours), moments(ours)) == pytest.approx(0, abs=1e-9)
+    few = torch.randn(3, 5)  # fewer samples than features, and a root of a singular matrix
+    assert frechet_distance(moments(few), moments(few + 1)) == pytest.approx(5, abs=1e-5)
+
+
+class Convolution(nn.Module):
+    """The layer of which sFID takes the first channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 9, 18, stride=17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class StandIn(nn.Module):
+    """As NVIDIA's Inception file is called, with a layer of its name, on pictures of 299 pixels."""
+
+    def __init__(self, layer: str):
+        super().__init__()
+        self.layers = nn.Sequential()
+        self.layers.add_module("stem", nn.Conv2d(3, 4, 1))
+        self.layers.add_module(layer, Convolution())
+
+    def forward(self, img: Tensor, return_features: bool = False) -> Tensor:
+        assert return_features
+        return img.float().mean(dim=(2, 3))
+
+
+@pytest.fixture
+def inception(tmp_path):
+    """A file with this layer, and its hash."""
+    from repro.core.hashing import hash_file
+
+    def make(layer: str) -> tuple[Path, str, StandIn]:
+        torch.manual_seed(0)
+        module, path = StandIn(layer).eval(), tmp_path / f"{layer}.pt"
+        torch.jit.script(module).save(str(path))
+        return path, hash_file(path), module
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_features_are_those_of_the_file(inception):
+    path, sha256, module = inception("mixed_6")
+    pictures = torch.randint(0, 256, (3, 3, 299, 299), dtype=torch.uint8)
+    found = Inception(path, CPU, sha256)
+    torch.testing.assert_close(found.pooled(pictures), pictures.float().mean(dim=(2, 3)))
+    with torch.no_grad():
+        expected = module.layers[1].conv(module.layers[0]((pictures.float() - 128) / 128))[:, :7].flatten(1)
+    torch.testing.assert_close(found.spatial(pictures), expected, rtol=1e-4, atol=1e-4)
+    # of a picture whose columns rise by 2 from 0 on, column i of the result is 2·i·100/299, up to the last column
+    ramp = (2 * torch.arange(100.0)).expand(1, 3, 60, 100).to(torch.uint8)
+    with torch.no_grad():
+        shown = (2 * torch.arange(299) * (100 / 299)).clamp(max=198).expand(1, 3, 299, 299)
+        expected = module.layers[1].conv(module.layers[0]((shown - 128) / 128))[:, :7].flatten(1)
+    torch.testing.assert_close(found.spatial(ramp), expected, rtol=1e-4, atol=1e-3)
+    tallies = [Tally(None, found) for _ in range(2)]
+    for tally, part in zip(tallies, (pictures, 255 - pictures), strict=True):
+        tally.add(part, torch.zeros(3))
+    scores = compare(*tallies)
+    assert scores["fid"] > 0 and scores["sfid"] > 0 and scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
+    path, sha256, _ = inception("other")
+    tallies = [Tally(None, Inception(path, CPU, sha256)) for _ in range(2)]
+    for tally in tallies:
+        tally.add(torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8), torch.zeros(3))
+    scores = compare(*tallies)
+    assert scores["fid"] >= 0 and scores["sfid"] is None and "no layer mixed_6" in scores["sfid_reason"]
+    for wanted in (None, "0123456789abcdef", sha256[:8]):
+        with pytest.raises(UserError, match=f"has SHA-256 {sha256}"):
+            Inception(path, CPU, wanted)
+    with pytest.raises(UserError, match="no such Inception file"):
+        Inception(tmp_path / "absent.pt", CPU)
+
+
+def write(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, array)
+
+
+@pytest.fixture
+def latents(tmp_path) -> Path:
+    """Two classes of two files in each split, of which one also has the latents of its mirrored picture."""
+    for split in ("train", "val"):
+        for place, name in enumerate(("cat", "dog")):
+            write(tmp_path / "latents" / split / name / "one.npy", np.full((4, 2, 2), place + 1, np.float16))
+            write(
+                tmp_path / "latents" / split / name / "two.npy",
+                np.stack([np.full((4, 2, 2), 5.0), np.full((4, 2, 2), 7.0)]).astype(np.float32),
+            )
+    return tmp_path / "latents"
+
+
+def test_latents_are_scaled_and_mirrored(latents):
+    tree = scan_tree(latents, "latents")
+    assert tree.classes == ("cat", "dog") and len(tree.splits["train"].names) == 4
+    always, never = (LatentFolder(tree, "train", (4, 2, 2), scale=0.5, hflip=hflip, seed=0) for hflip in (1.0, 0.0))
+    assert [float(always[(0, i)][0].mean()) for i in range(4)] == [0.5, 3.5, 1.0, 3.5]
+    assert [float(never[(0, i)][0].mean()) for i in range(4)] == [0.5, 2.5, 1.0, 2.5]
+    half = LatentFolder(tree, "train", (4, 2, 2), scale=1.0, hflip=0.5, seed=0)
+    drawn = [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
+    assert set(drawn) == {5.0, 7.0} and drawn == [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
+    batch, labels = half.collate([half[(0, 0)], half[(0, 2)]])
+    assert batch.shape == (2, 4, 2, 2) and batch.dtype == torch.float32 and labels.tolist() == [0, 1]
+    assert torch.equal(to_inputs(batch, CPU), batch)
+
+
+def test_archives_hold_the_same_latents(latents, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "packed" / split).mkdir(parents=True)
+        with tarfile.open(tmp_path / "packed" / split / "0.tar", "w") as archive:
+            for file in sorted((latents / split).rglob("*.npy")):
+                archive.add(file, file.relative_to(latents / split).as_posix())
+    folders, packed = (LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed"))
+    assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
+
+
+def archive_of_arrays() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, latents=np.zeros((4, 2, 2), np.float32))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no array", archive_of_arrays(), *(np.zeros((4, 2, 2), d) for d in (np.float64, np.int16)), np.zeros((4, 2, 3), np.float32)]
+    + [np.zeros((3, 4, 2, 2), np.float32), np.zeros((8, 2, 2), np.float32), np.full((4, 2, 2), np.nan, np.float32), np.array(None)],
+    ids=["empty", "text", "several", "fp64", "integers", "width", "three", "channels", "nan", "objects"],
+)
+def test_a_file_that_holds_no_latents_is_named(latents, content):
+    path = latents / "train" / "dog" / "one.npy"
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
+    folder = LatentFolder(scan_tree(latents, "latents"), "train", (4, 2, 2), scale=1.0)
+    with pytest.raises(UserError, match=r"dog/one.npy: unreadable image") as caught:
+        folder[(0, 2)]
+    assert "\n" not in str(caught.value)
+    lines = []
+    with pytest.raises(RunError, match="data check latents: 1 error"):
+        run_check("latents", latents, Depth(full=True), emit=lines.append)
+    assert sum(line.startswith("error") and "one.npy" in line for line in lines) == 1
+
+
+def test_sound_latents_pass_their_check(latents):
+    lines = []
+    run_check("latents", latents, Depth(full=True), emit=lines.append)
+    assert lines[-1].endswith("no errors, 0 warnings")
+
+
+def test_latents_are_no_pictures(latents):
+    pictures = ImageFolder(scan_tree(latents, "latents"), "train", eval_transform(TransformSettings(image_size=8)))
+    with pytest.raises(UserError, match="unreadable image"):
+        pictures[(0, 0)]
