@@ -51,6 +51,10 @@ def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: 
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
+# the section of cells that are trained by hand alone: stage -> name -> cell
+BY_HAND = "by_hand"
+
+
 def load_yaml(path: Path) -> Any:
     """Parse a YAML file; a missing or malformed file is a `UserError` naming the file and line."""
     try:
@@ -100,6 +104,18 @@ def load_section(cls: type, params_path: Path, *keys: str) -> Any:
             raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, present)}")
         data = present[key]
     return build(cls, data, ".".join(keys))
+
+
+def find_cell(params_path: Path, stage: str, name: str) -> tuple[str, ...]:
+    """The keys of a cell in a params file: (stage, name), or those of a cell that no stage of the graph trains, in `BY_HAND`."""
+    data = load_yaml(params_path)
+    for keys in ((stage,), (BY_HAND, stage)):
+        found: Any = data
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and name in found:
+            return *keys, name
+    return stage, name
 
 
 def section_keys(params_path: Path, section: str) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from .record import atomic
 
-# family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in every figure
+# family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in every figure;
+# relatives share a colour
 STYLES = {
     "vittt": ("Vittt", "#D55E00", "o", "-"),
     "deit": ("DeiT, unfused attention", "#0072B2", "s", "--"),
@@ -18,6 +19,9 @@ STYLES = {
     "vim": ("Vim", "#009E73", "^", "-"),
     "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
     "vit3": ("ViT³", "#E69F00", "D", "-"),
+    "hvit3": ("H-ViT³", "#E69F00", "d", "--"),
+    "vmamba": ("VMamba", "#009E73", "<", "--"),
+    "mambavision": ("MambaVision", "#009E73", ">", ":"),
     "resnet": ("ResNet", "#000000", "x", "-"),
 }
 # the quantities of Fig. 1 and 6 of Vision-TTT -> the labels of their axes

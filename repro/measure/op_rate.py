@@ -8,7 +8,7 @@ import torch
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
 from kernels.bi_wkv import bi_wkv
-from kernels.selective_scan import selective_scan_bidir
+from kernels.selective_scan import selective_scan, selective_scan_bidir, selective_scan_routes
 from kernels.ttt_linear.reference import ttt_linear_dual
 
 from ..models.ttt_mixer import ttt_linear_macs
@@ -135,8 +135,39 @@ def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
     return "bi_wkv", lambda: bi_wkv(w, u, k, v), 3 * k.numel() * k.element_size()
 
 
-# family with an operator of this project's -> that operator at the family's smallest width
-OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {"vim": _selective_scan_case, "vrwkv": _bi_wkv_case}
+def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
+    """VMamba-T's third stage: E 384, N 1, four routes over two sequences, with an fp32 output."""
+    width, routes, sequences = 384, 4, 2
+    draw = _make_draw(device)
+    u, delta = (draw(batch_size, TOKENS, count, width, dtype=dtype) for count in (sequences, routes))
+    B, C = (draw(batch_size, TOKENS, routes, 1, dtype=dtype) for _ in range(2))
+    A = torch.full((routes, width, 1), -1.0, device=device)
+    D, bias = torch.ones(routes, width, device=device), torch.full((routes, width), -4.0, device=device)
+    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C)) + 4 * delta.numel()
+    options = {"reverse": (False, False, True, True), "full_precision": True}
+    return "selective_scan_routes", lambda: selective_scan_routes(u, delta, A, B, C, D, None, bias, **options), moved
+
+
+def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
+    """MambaVision-T's third stage: E 160, N 8, in windows of 14x14 tokens."""
+    width, states, window = 160, 8, 14**2
+    windows = batch_size * (TOKENS // window)
+    draw = _make_draw(device)
+    u, delta = (draw(windows, window, width, dtype=dtype) for _ in range(2))
+    B, C = (draw(windows, window, states, dtype=dtype) for _ in range(2))
+    A = -torch.arange(1.0, states + 1, device=device).expand(width, states).contiguous()
+    D, bias = torch.ones(width, device=device), torch.full((width,), -4.0, device=device)
+    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, u))
+    return "selective_scan", lambda: selective_scan(u, delta, A, B, C, D, None, bias), moved
+
+
+# family with an operator of this project's -> that operator at the smallest width of its layers with so many tokens
+OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {
+    "vim": _selective_scan_case,
+    "vrwkv": _bi_wkv_case,
+    "vmamba": _routes_case,
+    "mambavision": _windows_case,
+}
 
 
 def _time_in_turn(steps: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.config import load_section, params_hash, section_keys
+from ..core.config import BY_HAND, find_cell, load_section, params_hash, section_keys
 from ..core.csvfile import read_csv, write_csv
 from ..core.errors import RunError, UserError
 from ..core.hashing import hash_code, hash_file
@@ -42,7 +42,7 @@ def train_cells(
     Args:
         stage: the section of params.yaml.
         spec: the task of its cells.
-        cell: the name of one cell; None trains all.
+        cell: the name of one cell, also of one in `by_hand`; None trains all of the section.
         gpus: processes on this machine; None trains in this one.
         recipe: see `Cell`.
         random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many, instead. The results
@@ -59,10 +59,12 @@ def train_cells(
     runtime = load_runtime(paths)
     device = choose_device(runtime.device)
     suffix = "".join(["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""])
-    results = paths.measured(device_slug(device)) if suffix or by_hand else paths.results
     cells = []
     for name in [cell] if cell else section_keys(paths.params, stage):
-        params = load_section(spec.params, paths.params, stage, name)
+        keys = find_cell(paths.params, stage, name)
+        is_by_hand = bool(suffix) or by_hand or keys[0] == BY_HAND
+        results = paths.measured(device_slug(device)) if is_by_hand else paths.results
+        params = load_section(spec.params, paths.params, *keys)
         if random:
             params = dataclasses.replace(params, init=None)
         if epochs:
@@ -310,9 +312,10 @@ def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int |
     runs = file.absolute().parent
     known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
     cell = cell or (runs.parent.name if known else None)
-    if cell not in section_keys(paths.params, stage):
+    keys = find_cell(paths.params, stage, str(cell))
+    if keys[0] != BY_HAND and cell not in section_keys(paths.params, stage):
         raise UserError(f"{stage}: {file} does not lie in the folder of a run; name its cell with --cell")
-    params = load_section(spec.params, paths.params, stage, cell)
+    params = load_section(spec.params, paths.params, *keys)
     shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
     of_cell = Cell(stage=stage, name=cell, params=params, spec=spec, **shared)
     seed = int(known[1]) if known else params.seeds[0]
