@@ -7,7 +7,6 @@ and no class token. `import repro.models` registers the models with timm.
 Shape suffixes: B batch, N tokens (h·w), C width, d head dimension; image-like tensors are (1, B·d, h, w), a group per channel.
 """
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefixes
+from .inner import full_precision
 
 EPS = 1e-6
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
@@ -61,7 +61,7 @@ class InnerTraining(nn.Module):
         projected = self.qkv(x_BNC)
         # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in
         # fp16, and in bf16 one of eight elements of w does not move at all
-        with _full_precision(x_BNC.device.type):
+        with full_precision(x_BNC.device.type):
             heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(self.split_sizes, dim=-1)
             if rotation is not None:
                 qk, v = heads.split([2 * self.proj.out_features, self.proj.out_features], dim=-1)
@@ -180,12 +180,6 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part.reshape(len(part), *(1,) * (x.ndim - 3), -1) for part in rotation)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).flatten(-2)
-
-
-def _full_precision(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast; nothing to do on devices that do not support autocast, such as meta."""
-    supported = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if supported else contextlib.nullcontext()
 
 
 def _descend(w: Tensor, g: Tensor, dim: int | tuple[int, ...]) -> Tensor:

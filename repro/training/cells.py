@@ -267,6 +267,8 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
+    if (mesa := getattr(params, "mesa", None)) is not None:  # a record without it is of a training without it
+        metrics["mesa"] = dataclasses.asdict(mesa)
     for name in first:
         scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
         if scored and all(isinstance(record.get(name), int | float) for record in records):
