@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from repro.core.config import bounded, build, load_section, load_yaml, params_hash, section_keys
+from repro.core.config import bounded, build, find_cell, load_section, load_yaml, params_hash, section_keys
 from repro.core.errors import UserError
 
 
@@ -130,6 +130,15 @@ def test_sections(tmp_path):
     for section in ("empty", "scalar", "absent"):
         with pytest.raises(UserError, match=f"{section}: expected a mapping of cells"):
             section_keys(path, section)
+
+
+def test_a_cell_is_looked_for_in_its_stage_and_then_by_hand(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("train: {a: 1, both: 2}\nby_hand: {train: {both: 3, b: 4}, test: {c: 5}, empty: null}\n")
+    assert find_cell(path, "train", "a") == ("train", "a") and find_cell(path, "train", "both") == ("train", "both")
+    assert find_cell(path, "train", "b") == ("by_hand", "train", "b")
+    for stage in ("train", "empty", "absent"):  # the stage's own section is what an error names
+        assert find_cell(path, stage, "c") == (stage, "c")
 
 
 def test_missing_file(tmp_path):

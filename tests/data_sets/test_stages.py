@@ -65,7 +65,7 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
         ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
         (
             {"kind": "imagnet"},
-            "is not one of digits, digits_wild, imagenet, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'",
+            "is not one of digits, digits_wild, imagenet, latents, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'",
         ),
         ({"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing; digits has train, tune, test"),
         ({"expected": {"classes": 10, "train": 1079, "val": 359}}, r"expected\.test: missing; digits has train, tune, test"),

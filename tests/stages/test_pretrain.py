@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from repro.core.hashing import hash_code
@@ -148,6 +149,15 @@ def test_wrong_parameters_are_one_line_and_change_nothing(checkout, repro_cli, o
     assert code == 2 and err.startswith("repro: ") and err.count("\n") == 1
     assert message in err
     assert [p.name for p in CELL.iterdir()] == ["metrics.json"] and (CELL / "metrics.json").read_text() == "earlier"
+
+
+def test_a_cell_by_hand_stands_elsewhere(checkout, repro_cli):
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["by_hand"] = {"pretrain": {"mine": params["pretrain"]["nano"] | {"epochs": 1, "snapshot_epochs": []}}}
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+    code, _, err = repro_cli("pretrain", "--cell", "mine")
+    assert code == 0, err
+    assert list(Path("results/measured").glob("*/pretrain/mine/metrics.json")) and not Path("results/pretrain").exists()
 
 
 def test_an_unknown_cell_is_named_with_the_nearest(checkout, repro_cli):
