@@ -148,13 +148,10 @@ def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSett
 
 
 def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
-    """Scale both sides by the largest factor within both bounds; rounded and interpolated as in mmdet, bilinear without antialiasing.
-
-    A side keeps at least one pixel, however long the other is.
-    """
+    """Scale both sides by the largest factor within both bounds; rounded and interpolated as in mmdet, bilinear without antialiasing."""
     height, width = pieces[0].shape[-2:]
     factor = min(short / min(height, width), longest / max(height, width))
-    size = [max(int(side * factor + 0.5), 1) for side in (height, width)]
+    size = [int(side * factor + 0.5) for side in (height, width)]
     return [F.resize(piece, size, antialias=False) for piece in pieces]
 
 
