@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from ..data.tree import EXTENSIONS
 from ..models.checkpoints import open_weights
 from ..models.weights import is_foreign
 from ..tasks import load_tasks
+from ..tasks.spec import Predictor
+
+MOST_OBLONG = 50  # sides of a picture; scaled for detection or segmentation, the short one of others vanishes, or the long one explodes
 
 
 def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
@@ -47,7 +50,7 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
         raise UserError(f"{weights}: {error}") from None
     files = find_pictures(given, unique_names=predictor.draws)
     found, rows, unread = {}, [], []
-    pictures = _read(files, predictor.prepare, unread)
+    pictures = _read(files, predictor, unread)
     while group := list(itertools.islice(pictures, predictor.batch_size)):
         for (path, _), sight in zip(group, predictor.look([picture for _, picture in group]), strict=True):
             found[path.name if predictor.draws else str(path)] = sight.content
@@ -93,7 +96,7 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
     return files
 
 
-def _read(files: list[Path], prepare: Callable[[Any], Any], unread: list[UserError]) -> Iterator[tuple[Path, Any]]:
+def _read(files: list[Path], predictor: Predictor, unread: list[UserError]) -> Iterator[tuple[Path, Any]]:
     """Each picture that can be read, prepared; the errors of the others go to `unread`."""
     for path in files:
         try:
@@ -101,4 +104,8 @@ def _read(files: list[Path], prepare: Callable[[Any], Any], unread: list[UserErr
         except UserError as error:
             unread.append(error)
             continue
-        yield path, prepare(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
+        height, width = pixels.shape[:2]
+        if predictor.draws and max(height, width) > MOST_OBLONG * min(height, width):
+            unread.append(UserError(f"{path}: {width}x{height} pixels; a side may be {MOST_OBLONG} times the other; crop it"))
+            continue
+        yield path, predictor.prepare(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())

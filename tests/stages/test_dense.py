@@ -160,6 +160,10 @@ def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
     assert code == 0 and "grey.jpg: " in out and out.count("%") == 5
     code, _, err = repro_cli("predict", str(tmp_path / "grey.jpg"), "--weights", WEIGHTS, "--task", "detect")
     assert (code, err.count("\n")) == (2, 1) and "holds a model that can classify, not detect" in err
+    Image.new("RGB", (1000, 2)).save(tmp_path / "thin.png")
+    for stage in ("detect", "segment"):
+        code, _, err = repro_cli("predict", str(tmp_path / "thin.png"), "--weights", f"results/{stage}/nano/weights.safetensors")
+        assert (code, err.count("\n")) == (2, 1) and "thin.png: 1000x2 pixels; a side may be 50 times the other; crop it" in err
     (tmp_path / "none.png").write_text("no picture")
     code, _, err = repro_cli("predict", str(tmp_path / "none.png"), "--weights", WEIGHTS)
     assert (code, err.count("\n")) == (2, 1) and "none.png: unreadable image" in err
