@@ -24,7 +24,7 @@ from .paper import Contest, Question
 from .records import Source, describe_seeds
 from .results import Results, SpeedGroup
 from .variants import Group, find_shown, judge_variants
-from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
+from .verdicts import FITTED, KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and its device, profile and scope
@@ -166,6 +166,8 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     words = [verdict.status for verdict in own]
     matched, truncated = (words.count(status.word) for status in (MATCHED, TRUNCATED))
     text = f"{matched + truncated} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    if fitted := words.count(FITTED.word):
+        text += f", {fitted} agree by a fitted convention"
     if all(verdict.ours is None for verdict in own):
         text += "; none is measured"
     shown = [report.verdicts[name] for name in question.shown]

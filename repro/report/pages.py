@@ -138,7 +138,10 @@ def build_document(report: Report) -> list[Section]:
     if paper.ledger.paper.speed_device:
         page.append(comparison.cost_claims(report))
     if paper.primary:
-        page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), *measured.searches(results)]
+        page.append(measured.speed_and_memory(results))
+    page += measured.other_runs(results, paper, find_shown(report))
+    if paper.primary:
+        page += measured.searches(results)
         page += [*measured.over_resolution(results), examples_section(report)]
     page += [section for build_section in paper.sections for section in build_section(report)]
     page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]
