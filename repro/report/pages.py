@@ -10,8 +10,9 @@ from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
-from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
+from .answer import lead_blocks, note_pipeline, readme_blocks
 from .claims import Report
+from .contest import draw_contest
 from .dense import draw_dense
 from .document import Section
 from .gallery import examples_section, figures_section

@@ -284,6 +284,7 @@ def test_the_page_is_written_from_it(judged):
         page.startswith("# ViT³: the paper's numbers and ours\n") and "No variant is trained yet: `repro ablate --paper vit3 --all`" in page
     )
     assert "27 of 27 match" in page and "the paper's batch, which it does not name" in page
+    assert "0 of 27 match, 27 agree by a fitted convention" in page and "more, in vit3.claims.json)" in page and "claims.csv" not in page
 
 
 def test_numbers_of_the_ledger_are_the_papers():
