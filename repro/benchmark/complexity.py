@@ -23,9 +23,10 @@ COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g
 def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
-    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, also with `macs_g_paper_convention`
-    where the papers count otherwise, see `repro.measure.flops.Cost`, and where it is asked for `macs_g_fvcore`, see
-    `repro.measure.fvcore`; `saved_at_1280_percent`, the multiply-adds that Vittt saves against its baseline by size;
+    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, some with further counts of the same
+    forward pass: `macs_g_paper_convention`, by which the authors of the family, or of a backbone with its adapter, count (see
+    `repro.measure.flops.Cost`), and where a group asks for it `macs_g_fvcore`, what the tool fvcore counts without handlers of anybody's
+    own (see `repro.measure.fvcore`); `saved_at_1280_percent`, the multiply-adds that Vittt saves against its baseline by size;
     `dwconv_params_m`, the parameters that the 3x3 depth-wise convolution adds by size.
 
     Raises:

@@ -50,7 +50,8 @@ class Cost:
         method: `analytic` for a closed form, `counter` for a counted forward pass.
         param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the counter.
         paper_terms: the terms of the papers' convention, which add up to their number: of a backbone with its adapter (see `adapted`),
-            and of a family whose authors count otherwise than we do (its `paper_mac_terms`); empty for others.
+            and of a family whose authors count otherwise than we do (its `paper_mac_terms`); empty for others. VMamba's are fvcore's
+            with its authors' handlers for the scan, MambaVision's leave out what no layer of theirs is hooked for.
     """
 
     num_params: int

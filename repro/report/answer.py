@@ -1,6 +1,5 @@
 """The opening of a page, part of which README also shows: how many numbers match, what was measured and on which device, a few pictures."""
 
-import dataclasses
 import datetime
 import os
 import time
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
-from ..core.figures import against_resolution
 from ..core.noise import describe_noise
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
+from .contest import find_speeds
 from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
@@ -22,26 +21,12 @@ from .measured import format_scores
 from .ordering import Ordering
 from .paper import Contest, Question
 from .records import Source, describe_seeds
-from .results import Results, SpeedGroup
+from .results import Results
 from .variants import Group, find_shown, judge_variants
-from .verdicts import KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
+from .verdicts import FITTED, KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and its device, profile and scope
-
-
-@dataclasses.dataclass(frozen=True)
-class Speeds:
-    """The rows of one record in which the model and the baseline of a contest meet."""
-
-    group: SpeedGroup
-    source: Source
-    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
-
-    @property
-    def scope(self) -> str:
-        """Device and conditions, in words."""
-        return f"{self.group}, {self.group.mode}"
 
 
 def lead_blocks(report: Report) -> tuple[Block, ...]:
@@ -92,17 +77,6 @@ def note_pipeline(report: Report) -> None:
     write_json(file, noted)
 
 
-def draw_contest(report: Report, folder: Path) -> None:
-    """Draw the picture of a paper's contest into `folder`, if its rows were measured."""
-    contest = report.paper.contest
-    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
-        return
-    series = {family: [row for key, row in speeds.rows.items() if key[:2] == model] for family, model in contest.series.items()}
-    title = f"{contest.title} ({speeds.scope})"
-    path = folder / contest.picture.removesuffix(".png")
-    against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
-
-
 def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]:
     """A table of facts in which every row names its device, its profile and its scope, and our verdicts in a sentence.
 
@@ -135,29 +109,6 @@ def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]
     return table(["", "ours", "device, profile, scope"], rows), (counts,)
 
 
-def find_speeds(contest: Contest, results: Results) -> Speeds | None:
-    """The record with most of the contest's rows; among equals a GPU's, then the one with most image sizes.
-
-    None where no record has both models.
-    """
-    models = {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ("fused", "unfused"))}
-    candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
-    for group, rows in results.speed_rows.items():
-        for row, source in rows:
-            key = (results.model_key(row, source.path), row["attention"])
-            height, width = row["image_size"]
-            if group.mode == "infer" and key in models and height == width:
-                found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
-                found.rows[(*key, height)] = row
-
-    def rank(speeds: Speeds) -> tuple:
-        wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)
-        return wanted, speeds.group.device.startswith("cuda"), len(speeds.rows), speeds.source.path
-
-    both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == {contest.ours[0], contest.theirs[0]}]
-    return max(both, key=rank, default=None)
-
-
 def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     """How many of a question's verdicts match, after the numbers that it shows."""
     paths = {path for verdict in own for path in verdict.sources}
@@ -166,6 +117,8 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     words = [verdict.status for verdict in own]
     matched, truncated = (words.count(status.word) for status in (MATCHED, TRUNCATED))
     text = f"{matched + truncated} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    if fitted := words.count(FITTED.word):
+        text += f", {fitted} agree by a fitted convention"
     if all(verdict.ours is None for verdict in own):
         text += "; none is measured"
     shown = [report.verdicts[name] for name in question.shown]

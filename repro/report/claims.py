@@ -30,7 +30,7 @@ from .verdicts import (
 )
 
 _SPEEDS = {"fps", "memory_mib"}
-_COSTS = {*_SPEEDS, "macs_g", "macs_g_fvcore", "macs_saved_percent", "operator"}
+_COSTS = {*_SPEEDS, "macs_g", "macs_g_of_authors", "macs_g_fvcore", "macs_saved_percent", "operator"}
 _FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's own rows
 
 
@@ -84,10 +84,13 @@ class _Judge:
         fitting = [each for each in inference if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)]
         self.paper_group = fitting[0] if fitting else None
         self.other_groups = [group for group in inference if group != self.paper_group]
-        reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
+        reason, command = (
+            f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})",
+            f"repro efficiency  # on one {device}",
+        )
         if not batch:
-            reason = f"the paper does not say at which batch it measured on its {device}"
-        self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(reason, f"repro efficiency  # on one {device}"))
+            reason, command = f"the paper does not say at which batch it measured on its {device}", "none"
+        self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(reason, command))
 
     def judge(self, entry: Entry) -> Verdict:
         decided = []

@@ -158,12 +158,12 @@ def not_measurable(report: Report) -> list[Section]:
 
 def not_measured(report: Report) -> Section:
     """The reasons for which there is no number of ours, the most frequent first."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, bool], list[str]] = {}  # what nothing would measure stands apart
     for verdict in report.all:
         if verdict.status == NOT_MEASURED.word:
-            groups.setdefault(verdict.reason, []).append(verdict.command)
+            groups.setdefault((verdict.reason, _is_remark(verdict.command)), []).append(verdict.command)
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    rows = [[number(len(commands)), reason, _first_command(commands)] for reason, commands in ranked]
+    rows = [[number(len(commands)), reason, _first_command(commands, report)] for (reason, _), commands in ranked]
     return Section("Not measured, and why", [table(["entries", "reason", "what would measure it"], rows)])
 
 
@@ -233,12 +233,17 @@ def _checked(own: Sequence[Verdict], report: Report) -> list[Line]:
         else:
             commands += [report.results.command_for(source) for source in verdict.sources] or ["repro report"]
     records = dict.fromkeys(source for verdict in own for source in verdict.sources)
-    return [(format_counts(own),), _first_command(commands), join([(code(record),) for record in records], ", ") or ("–",)]
+    return [(format_counts(own),), _first_command(commands, report), join([(code(record),) for record in records], ", ") or ("–",)]
 
 
-def _first_command(commands: Iterable[str]) -> Line:
+def _first_command(commands: Iterable[str], report: Report) -> Line:
     """The first of the commands, and how many more there are."""
     first, *more = dict.fromkeys(commands)
-    # `none` and what follows it is a remark and not a command
-    shown: Piece = first if first.startswith("none") else code(first)
-    return (shown, f" (and {len(more)} more, in claims.csv)") if more else (shown,)
+    shown: Piece = first if _is_remark(first) else code(first)
+    file = "claims.csv" if report.paper.primary else f"{report.paper.id}.claims.json"
+    return (shown, f" (and {len(more)} more, in {file})") if more else (shown,)
+
+
+def _is_remark(command: str) -> bool:
+    """Whether it is no command: `none`, and what may follow it."""
+    return command.startswith("none")

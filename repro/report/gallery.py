@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .claims import Report
+from .contest import find_speeds
 from .dense import find_dense_drawn
 from .document import Block, Heading, Line, Picture, Section, code, prose, table
 from .paper import Figure
@@ -41,7 +42,11 @@ def examples_section(report: Report) -> Section:
 def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
     is_ours = name.startswith("figures/")  # drawn by the report itself
-    sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)
+    contest = report.paper.contest
+    if contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, report.results)):
+        sources = [speeds.source]
+    else:
+        sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)
     return (Picture(name, alt),), _origin_line(name, sources, report)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
+from .paper import Paper
 from .records import Source, find_missing_records
 from .results import Results, SpeedGroup
 from .verdicts import significant
@@ -47,12 +48,16 @@ def speed_and_memory(results: Results) -> Section:
     return Section(title, blocks)
 
 
-def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
-    """The runs that no paper's number is set beside, but for the paths that are `shown_elsewhere`."""
+def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> list[Section]:
+    """The runs that no paper's number is set beside and that stand on this paper's page, but for the paths that are `shown_elsewhere`.
+
+    A page that has none says so where it is the primary paper's.
+    """
     title = "Runs on other data: no comparison with the paper"
-    runs = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
+    others = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
+    runs = [source for source in others if results.stands_on(paper, source.metrics["model"])]
     if not runs:
-        return Section(title, [prose("There are none yet: `repro pretrain`.")])
+        return [Section(title, [prose("There are none yet: `repro pretrain`.")])] if paper.primary else []
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
@@ -69,7 +74,7 @@ def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
             rows.append([run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"])
     text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
-    return Section(title, [(text,), table(header, rows)])
+    return [Section(title, [(text,), table(header, rows)])]
 
 
 def over_resolution(results: Results) -> list[Section]:

@@ -35,6 +35,17 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
+class PairedTest:
+    """The differences of two variants over seeds, tested against 0."""
+
+    mean: float
+    spread: float  # their sample standard deviation, or the least one
+    low: float  # the 95 % interval of the mean, for this pair alone
+    high: float
+    p: float  # two-sided, after Holm's correction over the pairs
+
+
+@dataclasses.dataclass(frozen=True)
 class Ordering:
     """The verdict on the order of a table or figure on one data set."""
 
@@ -82,22 +93,44 @@ def compare_pairs(
 
     Accuracies come in whole images. Where the spread is below that of the rounding, √(2/12) images in a difference, the latter is used.
     """
+    floor, rounding = 100 / classes + sampling_noise(100 / classes, images), 100 / images * math.sqrt(2 / 12)
+    found = []
+    for (better, worse), tested in zip(orders, _test_pairs(top1, orders, seeds, rounding), strict=True):
+        is_learnt = max(statistics.mean(top1[name][seed] for seed in seeds) for name in (better, worse)) >= floor
+        word = "not separated" if tested.p >= ALPHA or not is_learnt else "ordering seen" if tested.mean > 0 else "ordering contradicted"
+        needed = seeds_needed(tested.mean, tested.spread, ALPHA / len(orders))
+        found.append(Pair(better, worse, tested.mean, tested.low, tested.high, tested.p, word, is_learnt, needed))
+    return tuple(found)
+
+
+def compare_means(
+    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], least_spread: float
+) -> list[PairedTest] | None:
+    """The test of first − second for each pair of variants, over the seeds that all variants have; None with fewer than two.
+
+    Args:
+        values: variant -> seed -> any quantity.
+        pairs: of variants.
+        least_spread: above 0; stands for a smaller standard deviation, such as that of equal differences.
+    """
+    seeds = sorted(set.intersection(*(set(values[name]) for pair in pairs for name in pair))) if pairs else []
+    return _test_pairs(values, pairs, seeds, least_spread) if len(seeds) > 1 else None
+
+
+def _test_pairs(
+    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], seeds: Sequence[int], least_spread: float
+) -> list[PairedTest]:
+    """Paired t tests over two seeds or more."""
     from scipy.stats import t as student
 
-    n, floor = len(seeds), 100 / classes + sampling_noise(100 / classes, images)
-    rounding = 100 / images * math.sqrt(2 / 12)
-    differences = [[top1[better][seed] - top1[worse][seed] for seed in seeds] for better, worse in orders]
-    means = [statistics.mean(values) for values in differences]
-    spreads = [max(statistics.stdev(values), rounding) for values in differences]
+    n = len(seeds)
+    differences = [[values[first][seed] - values[second][seed] for seed in seeds] for first, second in pairs]
+    means = [statistics.mean(each) for each in differences]
+    spreads = [max(statistics.stdev(each), least_spread) for each in differences]
     p_values = [2 * student.sf(abs(mean) / spread * math.sqrt(n), n - 1) for mean, spread in zip(means, spreads, strict=True)]
-    found = []
-    for (better, worse), mean, spread, p in zip(orders, means, spreads, holm(p_values), strict=True):
-        half = student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n)
-        is_learnt = max(statistics.mean(top1[name][seed] for seed in seeds) for name in (better, worse)) >= floor
-        word = "not separated" if p >= ALPHA or not is_learnt else "ordering seen" if mean > 0 else "ordering contradicted"
-        needed = seeds_needed(mean, spread, ALPHA / len(orders))
-        found.append(Pair(better, worse, mean, mean - half, mean + half, float(p), word, is_learnt, needed))
-    return tuple(found)
+    halves = [student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n) for spread in spreads]
+    found = zip(means, spreads, halves, holm(p_values), strict=True)
+    return [PairedTest(mean, spread, mean - half, mean + half, float(p)) for mean, spread, half, p in found]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -10,8 +10,9 @@ from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import replace_block, write_json, write_text
 from . import comparison, measured
-from .answer import draw_contest, lead_blocks, note_pipeline, readme_blocks
+from .answer import lead_blocks, note_pipeline, readme_blocks
 from .claims import Report
+from .contest import draw_contest
 from .dense import draw_dense
 from .document import Section
 from .gallery import examples_section, figures_section
@@ -138,7 +139,10 @@ def build_document(report: Report) -> list[Section]:
     if paper.ledger.paper.speed_device:
         page.append(comparison.cost_claims(report))
     if paper.primary:
-        page += [measured.speed_and_memory(results), measured.other_runs(results, find_shown(report)), *measured.searches(results)]
+        page.append(measured.speed_and_memory(results))
+    page += measured.other_runs(results, paper, find_shown(report))
+    if paper.primary:
+        page += measured.searches(results)
         page += [*measured.over_resolution(results), examples_section(report)]
     page += [section for build_section in paper.sections for section in build_section(report)]
     page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]

@@ -13,6 +13,7 @@ from ..core.paths import Paths
 from ..core.record import read_json
 from .paper import Paper
 from .records import Source, check_mapping, name_keys, read_sources
+from .trainings import Training
 
 
 class Benchmark(NamedTuple):
@@ -29,6 +30,15 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
+# a published distance of samples: how they are drawn, what is said of them in a record, and by which Inception file
+DRAWN_AS: Mapping[str, Any] = {
+    "samples": 50_000,
+    "image_size": 256,
+    "sampling": {"sampler": "ddpm", "steps": 250, "guidance": 1.0},
+    "inception_hash": "f58cb9b6ec323ed6",
+}
+DRAWN_CLASSES = 1000
+ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
 _BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of the first backend counts, then a quiet one
@@ -123,10 +133,12 @@ class Results:
             "params_m": lambda row: self._count(row)["num_params"] / 1e6,
             "macs_g": lambda row: self._count(row)["macs_g"],
             "macs_g_paper_convention": lambda row: self._count(row)["macs_g_paper_convention"],
+            "macs_g_of_authors": self._count_as_authors,
             "macs_g_fvcore": self._count_as_fvcore,
             "macs_saved_percent": lambda size: self._complexity("saved_at_1280_percent", size),
             "complexity": self._complexity,
             "accuracy": self._score,
+            "drawn": self._drawn,
             "images": self._images,
             "profile": self._profile,
             "profile_setting": self._profile_setting,
@@ -153,6 +165,11 @@ class Results:
             return choose(f"{model} at {size}, {row['attention']}", speed, (slowest, fastest))
 
         return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
+
+    def stands_on(self, paper: Paper, model: str) -> bool:
+        """Whether runs of a model stand on a paper's page: its own families', and on the primary one's those that no paper names."""
+        family = model.split("_")[0]
+        return family in paper.families or (paper.primary and family not in self.families)
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
         """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the family's defaults."""
@@ -204,14 +221,22 @@ class Results:
             raise Missing("counted by our convention alone: the row's group in params.yaml does not say `fvcore`", "repro complexity")
         return found["macs_g_fvcore"]
 
-    def _score(self, kind: str, model: str, key: str, image_size: int | None = None) -> float:
-        benchmark, command = BENCHMARKS[kind], self._score_command(kind, model, key)
+    def _count_as_authors(self, row: str) -> float:
+        """By the convention of a family's own authors, which nobody fitted to their rows; a backbone's with its adapter is another matter."""
+        found = self._count(row)
+        if found["model"] == ADAPTER or "macs_g_paper_convention" not in found:
+            raise Missing("nobody has written down by which convention its authors count", "none")
+        return found["macs_g_paper_convention"]
+
+    def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:
+        training = Training.parse(asked)
+        benchmark, command = BENCHMARKS[kind], self._score_command(kind, model, training)
         fitting = [
             source
             for source in self.score_sources
             if source.metrics["kind"] == kind
             and self.is_full(source)
-            and self._is_as_described(source, benchmark, image_size)
+            and self._is_as_described(source, benchmark, training)
             and self.model_key(source.metrics, source.path) == model
         ]
         if not fitting:
@@ -223,26 +248,52 @@ class Results:
         self.used.add(source.path)
         return source.metrics[key]
 
-    def _is_as_described(self, source: Source, benchmark: Benchmark, image_size: int | None) -> bool:
+    def _is_as_described(self, source: Source, benchmark: Benchmark, training: Training) -> bool:
         """Whether a record's score may stand beside a paper's, as far as the model's training and evaluation go."""
         record = source.metrics
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
             return False
-        if image_size is not None and record.get("image_size", image_size) != image_size:
-            return False
         if not source.is_trained:  # a training evaluates in fp32, `repro evaluate` in what it is told
-            return source.identity.get("dtype") == "fp32"
+            fits = dataclasses.replace(training, epochs=None, mesa=None).fits(record)
+            return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training by hand; and other first weights are another experiment
-        return source.stage is not None and (record.get("init") is not None) == benchmark.starts_pretrained
+        return training.fits(record) and source.stage is not None and (record.get("init") is not None) == benchmark.starts_pretrained
 
-    def _score_command(self, kind: str, model: str, key: str) -> str:
+    def _score_command(self, kind: str, model: str, training: Training) -> str:
         for section in self.scores:
-            if (cell := self._profile_cell(section, model, kind)) is not None:
+            if (cell := self._profile_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
-        if not BENCHMARKS[kind].starts_pretrained and model.split("_")[0] not in self.families:
+        is_foreign = model.split("_")[0] not in self.families
+        if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.is_of_recipe:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
-        stage = next((stage for stage, scores in self.scores.items() if key in scores), None)
-        return f"repro {stage}  # once profiles/paper.yaml has a cell for it" if stage else "none: no stage has this score"
+        return "none: profiles/paper.yaml has no cell that trains it so"
+
+    def _drawn(self, model: str, key: str) -> float:
+        """A score of pictures that `repro generate` drew with a denoiser of `DRAWN_AS`, compared with all of ImageNet's validation images."""
+        benchmark = BENCHMARKS["imagenet"]
+        wanted = {"model": model, "real_images": benchmark.val_images, **DRAWN_AS}
+        fitting = [
+            source
+            for source in self.sources
+            if source.stage is None
+            and all(source.metrics.get(name) == value for name, value in wanted.items())
+            and len(source.metrics.get("classes") or ()) == DRAWN_CLASSES
+            and isinstance(source.metrics.get(key), (int, float))
+        ]
+        if not fitting:
+            cell = self._profile_cell("generate", model, "latents")
+            samples, steps = DRAWN_AS["samples"], DRAWN_AS["sampling"]["steps"]
+            options = f"--samples {samples} --steps {steps} --vae DECODER --inception inception-2015-12-05.pt --data imagenet"
+            train = f"repro profile use paper && repro generate --cell {cell}" if cell else "none: profiles/paper.yaml does not train it"
+            raise Missing(
+                f"no {samples:,} samples of it at 256×256 were compared with ImageNet-1K's validation images",
+                f"{train} && repro generate --weights results/measured/DEVICE/generate/{cell}/weights.safetensors {options}"
+                if cell
+                else train,
+            )
+        source = min(fitting, key=lambda source: source.path)  # never the one with the best score
+        self.used.add(source.path)
+        return source.metrics[key]
 
     def _images(self, kind: str, split: str) -> int:
         for file in sorted(self.paths.results.glob("prepare_data/*/manifest.json")):
@@ -258,12 +309,12 @@ class Results:
         file = self.paths.profiles / "paper.yaml"
         return load_yaml(file) if file.is_file() else {}
 
-    def _profile_cell(self, section: str, model: str, kind: str) -> str | None:
+    def _profile_cell(self, section: str, model: str, kind: str, training: Training = Training()) -> str | None:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self._paper_profile.get("prepare_data") or {}
         for name, cell in (self._paper_profile.get(section) or {}).items():
             if isinstance(cell, Mapping) and "model" in cell and (prepared.get(cell.get("data")) or {}).get("kind") == kind:
-                if self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
+                if training.fits(cell) and self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
                     return name
         return None
 

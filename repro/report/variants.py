@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core.csvfile import read_csv
 from ..core.record import read_json
 from .claims import Report
 from .document import Block, Heading, Picture, Piece, Section, Table, code, number, prose, strong, table
@@ -26,6 +27,7 @@ class Group:
 
     variants: Mapping[str, Source]  # name -> record, in the order in which the paper's room names them
     speeds: Mapping[str, Source]  # name -> the record of its throughput, where that was measured
+    root: Path  # of the checkout
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -48,6 +50,11 @@ class Group:
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""
         return {name: self.variants[name] for name in where.rows if name in self.variants}
+
+    def read_curve(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a variant's learning curve, of all seeds in the order of the epochs; none where it is not there."""
+        file = self.root / self.variants[name].folder / "curve.csv"
+        return read_csv(file) if file.is_file() else []
 
     def throughput(self, name: str) -> float | None:
         """Images per second of a variant; None where it was not measured, or other work disturbed it."""
@@ -76,7 +83,7 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
     for members in found.values():
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
-        groups.append(Group(variants=ordered, speeds=measured))
+        groups.append(Group(variants=ordered, speeds=measured, root=results.paths.root))
     return groups
 
 

@@ -54,3 +54,21 @@ def test_models_of_the_papers(name, width, tokens, giga):
     terms = fvcore_terms(name, {}, (224, 224))
     assert terms == {"multiply_adds": cost(name, {}, (224, 224)).macs, "norms": 25 * tokens * width * 5, "interpolation": 0}
     assert round(sum(terms.values()) / 1e9, 2) == giga
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "tokens", "giga"),
+    [  # Table 10 of ViT3
+        ("dit3_small_patch8", 384, 16, 0.40),
+        ("dit3_small_patch4", 384, 64, 1.57),
+        ("dit3_small_patch2", 384, 256, 6.23),
+        ("dit3_base_patch8", 768, 16, 1.51),
+        ("dit3_base_patch4", 768, 64, 5.88),
+        ("dit3_base_patch2", 768, 256, 23.35),
+    ],
+)
+def test_denoisers_at_the_size_of_their_latents(name, width, tokens, giga):
+    """Two LayerNorms without a scale in each of twelve blocks, and one after them."""
+    terms = fvcore_terms(name, {}, (32, 32))
+    assert terms == {"multiply_adds": cost(name, {}, (32, 32)).macs, "norms": 25 * tokens * width * 4, "interpolation": 0}
+    assert round(sum(terms.values()) / 1e9, 2) == giga

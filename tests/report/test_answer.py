@@ -11,8 +11,9 @@ from repro.core.record import read_json
 from repro.core.runtime import RUN_BEGAN
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
-from repro.report.answer import answer_blocks, find_speeds, readme_blocks
+from repro.report.answer import answer_blocks, readme_blocks
 from repro.report.claims import judge_paper
+from repro.report.contest import find_speeds
 from repro.report.markdown import render_blocks
 from repro.report.results import Results
 from stages import stage_names, verb_of

@@ -98,7 +98,7 @@ def test_what_explains_a_status_stands_in_its_row(checkout):
     for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "mini", "rounding"):
         assert text in about["table1.vittt_t.params_m"]
     assert "no run on all of ImageNet-1K" in about["table1.vittt_t.top1_percent"]
-    assert "repro pretrain" in about["table1.vittt_t.top1_percent"]
+    assert "none: profiles/paper.yaml has no cell that trains it so" in about["table1.vittt_t.top1_percent"]
 
 
 def test_each_status_has_its_own_words_in_its_row(checkout):

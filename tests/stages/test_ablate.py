@@ -23,6 +23,7 @@ from repro.measure.flops import cost
 from repro.papers.grid import build_variant, load_grid, vary_recipe
 from repro.papers.vision_ttt.grid import GRID
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
 from repro.training.cells import train_cell
 from repro.training.job import Cell
@@ -215,3 +216,14 @@ def test_seeds_that_are_none_are_refused(ready, repro_cli, seeds):
     Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seeds: [0, 1]", f"seeds: {seeds}"))
     code, _, err = repro_cli("ablate", "--cell", "conv1d")
     assert code == 2 and err.count("\n") == 1 and "ablate.conv1d" in err and "seeds" in err
+
+
+def test_the_record_of_a_training_with_mesa_says_so(ready):
+    """And that of one without does not."""
+    paths, params = Paths(ready), load_section(SPEC.params, Paths(ready).params, "ablate", "conv1d")
+    params = dataclasses.replace(params, seeds=(0,))
+    taught = dataclasses.replace(params, ema_decay=0.9, mesa=MesaParams(weight=1.5, start_fraction=0.0))
+    for folder, each in ((Path("plain"), params), (Path("taught"), taught)):
+        train_cell(Cell(stage="ablate", name=folder.name, params=each, spec=SPEC, paths=paths, runtime=load_runtime(paths), folder=folder))
+    assert "mesa" not in record(Path("plain"))["metrics"]
+    assert record(Path("taught"))["metrics"]["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}

@@ -1,15 +1,16 @@
 """The resolved recipe of a classifier's training, and where it departs from the paper's; it is printed and recorded."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..recipe import BF16, NO_REPEATS, format_value, lines
+from ..recipe import resolve as resolve_recipe
+
 BATCH = 1024  # Appendix D
 TRAIN_IMAGES = 1_281_167  # ImageNet-1K; the paper prints 1.28M
 VITTT = tuple(f"vittt_{size}_patch16_224" for size in ("tiny", "small", "base"))
-OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 
 # Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is Swin's.
@@ -19,7 +20,6 @@ DEIT = "the paper has DeiT's {}"
 SWIN = "Swin's default is {}, which the paper does not state"
 BESIDE = "Swin's default is {} in effect (RandAugment switches it off), which the paper does not state"
 VIT3_B = "ViT3-B's is {}, which the paper does not state"
-NO_DEPARTURE = "the recipe is the paper's (where it is silent: Swin's defaults)"
 
 RECIPE: dict[str, dict[str, Any]] = {
     PAPER: {  # Appendix D
@@ -74,59 +74,11 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
     return {"recipe": resolved, "departures_from_the_paper": departs}, lines(resolved, departs)
 
 
-def resolve(
-    params: Mapping, *, world_size: int, micro_batch: int, accumulate: int, device: str, dtype: str, backend: str, train_images: int
-) -> dict[str, Any]:
-    """What will be trained, with nothing left to compute; plain data for JSON.
-
-    Args:
-        params: a cell of `pretrain:` as nested dicts (`dataclasses.asdict`); `ema_decay` may be absent.
-        world_size, micro_batch, accumulate: ranks, images of one forward pass on a rank, passes per step.
-        device, dtype, backend: where it runs; `fp32`, or the type of autocast; the implementation of the model's operators.
-        train_images: of the data set.
-
-    Raises:
-        ValueError: the three factors do not make up `batch_size`.
-    """
-    optim, batch, made = params["optim"], params["batch_size"], world_size * micro_batch * accumulate
-    if made != batch:
-        raise ValueError(f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {made}")
-    # images that fill no batch are left out, other ones in each epoch
-    per_epoch = params.get("steps_per_epoch") or train_images // batch
-    total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
-    peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
-    mix, augment = params["mix"], params["transform"]["auto_augment"]
-    inactive = {  # key path -> whether it has no effect, and why
-        "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),  # timm's test
-        "mix.prob": (not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
-        "mix.switch_prob": (not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
-        "optim.warmup_lr": (not optim["warmup_epochs"], "there is no warm-up"),
-    }
-    choices = {  # of this project, that are neither departures from the paper nor Swin's defaults
-        "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not": True,
-        "drop path 0.4: ViT3-B's; Swin's default is 0.1": params["model"] == VITTT[2] and params["drop_path"] == DROP_PATH_BASE,
-        "bf16 autocast: Swin's default is fp16 autocast": dtype == "bf16",
-    }
-    resolved = {
-        **{name: params[name] for name in ("model", "options", "drop_path", "epochs", "mix", "transform")},
-        "seed": params["seeds"][0],
-        "data": {"cell": params["data"], "train_images": train_images},
-        "batch": {"total": batch, "world_size": world_size, "micro_batch": micro_batch, "accumulate": accumulate},
-        "steps": {"per_epoch": per_epoch, "warmup": warmup, "total": total},
-        # without warm-up the first rate is the peak; a run that is all warm-up has no cosine and ends at the peak
-        "learning_rate": {"first": first if warmup else peak, "peak": peak, "final": final if warmup < total else peak},
-        "optimizer": {
-            "name": OPTIMIZERS[optim["optimizer"]],
-            **{name: optim[name] for name in ("betas", "eps", "weight_decay", "clip_grad_norm")},
-            "exempt_from_weight_decay": "1-D parameters, biases, and what the model's no_weight_decay() names",
-        },
-        "init": params.get("init"),
-        "ema_decay": params.get("ema_decay"),
-        "precision": {"dtype": dtype, "device": device, "backend": backend},
-        "inactive": {key: reason for key, (holds, reason) in inactive.items() if holds},
-        "choices": [choice for choice, holds in choices.items() if holds],
-    }
-    return json.loads(json.dumps(resolved))  # tuples become lists, as they are in the record
+def resolve(params: Mapping, *, dtype: str, **facts: Any) -> dict[str, Any]:
+    """What will be trained, see `repro.papers.recipe.resolve`, with the choices of this project."""
+    is_base = params["model"] == VITTT[2] and params["drop_path"] == DROP_PATH_BASE
+    choices = {NO_REPEATS: True, "drop path 0.4: ViT3-B's; Swin's default is 0.1": is_base, BF16: dtype == "bf16"}
+    return resolve_recipe(params, dtype=dtype, choices=choices, **facts)
 
 
 def departures(params: Mapping, resolved: Mapping) -> list[str]:
@@ -142,7 +94,7 @@ def departures(params: Mapping, resolved: Mapping) -> list[str]:
     if params["model"] == VITTT[2]:
         wanted["drop_path"] = (DROP_PATH_BASE, VIT3_B)
     found = [] if params["model"] in VITTT else [f"model: {params['model']}, the paper has {', '.join(VITTT)}"]
-    found += [f"{k}: {_text(ours[k])}, the paper has the model's own" for k in ours if k.startswith("options.") and k not in wanted]
+    found += [f"{k}: {format_value(ours[k])}, the paper has the model's own" for k in ours if k.startswith("options.") and k not in wanted]
     images, dtype = resolved["data"]["train_images"], resolved["precision"]["dtype"]
     if not params["data"].startswith("imagenet") or images != TRAIN_IMAGES:
         found.append(f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})")
@@ -157,34 +109,8 @@ def departures(params: Mapping, resolved: Mapping) -> list[str]:
     for key, (value, source) in wanted.items():
         if key not in resolved["inactive"] and not _same(compared[key], value):
             at = (f" at batch {stated}", f" at batch {BATCH}") if key in RATES else ("", "")
-            found.append(f"{key}: {_text(ours[key])}{at[0]}, {source.format(_text(value) + at[1])}")
+            found.append(f"{key}: {format_value(ours[key])}{at[0]}, {source.format(format_value(value) + at[1])}")
     return found
-
-
-def lines(resolved: Mapping, departures: list[str]) -> list[str]:
-    """The recipe in aligned plain lines, then every departure, or a line that says that there is none."""
-
-    def listed(section: str, *names: str) -> str:
-        return ", ".join(f"{name} {_text(resolved[section][name])}" for name in names or resolved[section])
-
-    rows = [
-        ("model", ", ".join([resolved["model"], *filter(None, [listed("options")]), f"drop path {_text(resolved['drop_path'])}"])),
-        ("data", f"{listed('data')}, seed {resolved['seed']}"),
-        ("batch", listed("batch")),
-        ("steps", f"{listed('steps')}, epochs {resolved['epochs']}"),
-        ("learning rate", f"{listed('learning_rate')}; linear warm-up, then cosine, set at each step"),
-        ("optimiser", f"{listed('optimizer', 'name', 'betas', 'eps', 'clip_grad_norm')}, ema_decay {_text(resolved['ema_decay'])}"),
-        ("weight decay", listed("optimizer", "weight_decay", "exempt_from_weight_decay")),
-        ("augmentation", listed("transform", "image_size", "scale", "ratio", "hflip", "interpolation")),
-        ("", listed("transform", "auto_augment", "color_jitter", "re_prob")),
-        ("mixing", listed("mix")),
-        ("evaluation", listed("transform", "crop_pct", "mean", "std")),
-        ("precision", listed("precision")),
-        *(("inactive", f"{key}: {reason}") for key, reason in resolved["inactive"].items()),
-        *(("our choice", choice) for choice in resolved["choices"]),
-    ]
-    verdict = [f"departs from the paper: {line}" for line in departures]
-    return [f"{name:<13}  {text}" for name, text in rows] + (verdict or [NO_DEPARTURE])
 
 
 def _same(ours: Any, wanted: Any) -> bool:
@@ -196,9 +122,3 @@ def _same(ours: Any, wanted: Any) -> bool:
         return isinstance(ours, str) and sorted(set(ours.split("-")) - {"n2"}) == sorted(wanted.split("-"))
     # 1.3333 in a params file is 4/3; True is a number to Python, but not here
     return type(ours) in (int, float) and math.isclose(ours, wanted, rel_tol=5e-5)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

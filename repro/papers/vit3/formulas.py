@@ -81,6 +81,14 @@ def vit3_params_m(width: int, heads: int) -> Fraction:
     return Fraction(12 * block + 769 * width + 2 * width + (width + 1) * CLASSES, 10**6)
 
 
+def vmamba_s2l5(what: str) -> Fraction:
+    """`params_m`, or `macs_g` at 224 by its authors' convention, of VMamba-T as first released: stages of 2, 2, 5 and 2 blocks, ratio 2."""
+    from ...measure.flops import cost
+
+    counted = cost("vmamba_tiny_224", {"depths": (2, 2, 5, 2), "expand": 2}, (224, 224))
+    return {"params_m": Fraction(counted.num_params, 10**6), "macs_g": Fraction(sum(counted.paper_terms.values()), 10**9)}[what]
+
+
 def inner_over_outer(model: str, loss: str) -> Fraction:
     """Multiply-adds of an inner module of a head, over those of one forward pass of it; see `repro.models.inner`."""
     from ...models.inner import InnerLoop

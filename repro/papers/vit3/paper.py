@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ...report.paper import Contest, Figure, Paper, Question, Variants, VariantTable
 from . import formulas
+from .depth import draw_depth, training_loss_section
 from .variants import ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -13,6 +14,7 @@ _FORMULAS = (
     formulas.upernet_macs_g,
     formulas.mask_rcnn_macs_g,
     formulas.vit3_params_m,
+    formulas.vmamba_s2l5,
     formulas.inner_over_outer,
     formulas.largest_value_gradient,
     formulas.least_value_gradient,
@@ -24,6 +26,7 @@ _NOTES = {
     "Table 2, epochs": "The paper's Top-1 of four epochs is the best before the training diverged.",
     "Table 3": "The pairs are those that the text orders; the paper's Top-1 of the rates 5 and 10 are the best before divergence.",
     "Table 4, depth": "The pairs are those of the text: deeper is worse, and so is an output layer.",
+    "Fig. 3": "The pairs are those of the caption: deeper inner models have a lower accuracy. Their training losses are compared below.",
     "Table 4, convolutions": "The pairs are those of the text: a convolution is ahead of the linear layers.",
     "Table 6": "The pairs are those of the text: some improvement, and less than by removing the output layer.",
 }
@@ -33,12 +36,15 @@ PAPER = Paper(
     name="ViT³",
     model="ViT³",
     ledger_file=Path(__file__).with_name("ledger.yaml"),
-    claim="The paper trains thirty inner learners in the shell of DeiT-S and claims six insights: among them that a loss must let gradients "
+    claim="The paper trains 31 inner learners in the shell of DeiT-S and claims six insights: among them that a loss must let gradients "
     "reach the values, that one full batch at rate 1 suffices, and that convolutions are the best inner models. It claims that the models "
     "that follow, ViT³ and H-ViT³, beat other models of linear complexity.",
     baseline="DeiT",
     families={
         "vit3": {},
+        "hvit3": {},
+        "dit3": {},
+        "dit": {},
         "study": {
             "mixer": "inner",
             "positions": "block_table",
@@ -99,7 +105,12 @@ PAPER = Paper(
     figures=(
         Figure(place="Fig. 1", shows="softmax attention, linear attention and test-time training as inner models, a diagram"),
         Figure(place="Fig. 2", shows="the building block, a diagram"),
-        Figure(place="Fig. 3", shows="training loss and accuracy with inner models of 1, 2 and 3 layers"),
+        Figure(
+            place="Fig. 3",
+            shows="training loss and accuracy with inner models of 1, 2 and 3 layers",
+            files="figures/vit3_fig3_*.png",
+            command="repro ablate --paper vit3 --all",
+        ),
         Figure(
             place="Fig. 4",
             shows="FPS and memory of ViT³-T and DeiT-T over the resolution",
@@ -107,12 +118,21 @@ PAPER = Paper(
             command="repro efficiency --families vit3,deit,deit_fused --sizes T --res 224,1248",
         ),
     ),
+    sections=(training_loss_section,),
     variants=Variants(
         options=VARIANTS,
         tables=tuple(
-            VariantTable(place=place, rows=rows, orders=ORDERS.get(place), note=_NOTES.get(place, "")) for place, rows in ROWS.items()
+            VariantTable(
+                place=place,
+                rows=rows,
+                orders=ORDERS.get(place),
+                note=_NOTES.get(place, ""),
+                figure="vit3_fig3" if place == "Fig. 3" else None,
+                draw=draw_depth if place == "Fig. 3" else None,
+            )
+            for place, rows in ROWS.items()
         ),
-        places="Tables 1 to 4 and 6",
+        places="Tables 1 to 4 and 6, Fig. 3",
         stage="ablate",
         flags="--paper vit3",
         about="inner learners in DeiT-S on ImageNet-1K",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..vision_ttt.recipe import lines, resolve
+from ..recipe import BF16, NO_REPEATS, lines, resolve
 
 BATCH = 4096
 TRAIN_IMAGES = 1_281_167
@@ -21,7 +21,7 @@ PRINTED: dict[str, float] = {
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """How a classifier is trained: the content of recipe.json, and lines for people; for `facts` see `resolve`."""
     asked = dataclasses.asdict(params)
-    resolved = resolve(asked, **facts)
+    resolved = resolve(asked, **facts, choices={NO_REPEATS: True, BF16: facts["dtype"] == "bf16"})
     departs = find_departures(asked, resolved)
     return {"recipe": resolved, "departures_from_the_paper": departs}, lines(resolved, departs)
 

@@ -43,6 +43,7 @@ ROWS: dict[str, dict[str, str]] = {
         "swiglu": "table4.swiglu",
         "glu": "table4.glu",
     },
+    "Fig. 3": {"fc": "table4.fc", "mlp": "table4.r1_l2", "layers3": "table4.r1_l3"},
     "Table 4, convolutions": {"mlp": "table4.r1_l2", **{model: f"table4.{model}" for model in ("fc", "silu_fc", "glu", "conv", "dwconv")}},
     "Table 6": {
         "mlp": "table4.r1_l2",

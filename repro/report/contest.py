@@ -1,0 +1,60 @@
+"""The contest of a paper's model with its baseline over the image size: the record that it is read from, and its picture."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.figures import against_resolution
+from .claims import Report
+from .paper import Contest
+from .records import Source
+from .results import Results, SpeedGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """The rows of one record in which the model and the baseline of a contest meet."""
+
+    group: SpeedGroup
+    source: Source
+    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
+
+    @property
+    def scope(self) -> str:
+        """Device and conditions, in words."""
+        return f"{self.group}, {self.group.mode}"
+
+
+def draw_contest(report: Report, folder: Path) -> None:
+    """Draw the picture of a paper's contest into `folder`, if its rows were measured."""
+    contest = report.paper.contest
+    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
+        return
+    series = {family: [row for key, row in speeds.rows.items() if key[:2] == model] for family, model in contest.series.items()}
+    title = f"{contest.title} ({speeds.scope})"
+    path = folder / contest.picture.removesuffix(".png")
+    against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
+
+
+def find_speeds(contest: Contest, results: Results) -> Speeds | None:
+    """The record with most of the contest's rows; among equals a GPU's, then the one with most image sizes.
+
+    None where no record has both models.
+    """
+    models = {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ("fused", "unfused"))}
+    candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
+    for group, rows in results.speed_rows.items():
+        for row, source in rows:
+            key = (results.model_key(row, source.path), row["attention"])
+            height, width = row["image_size"]
+            if group.mode == "infer" and key in models and height == width:
+                found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
+                found.rows[(*key, height)] = row
+
+    def rank(speeds: Speeds) -> tuple:
+        wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)
+        return wanted, speeds.group.device.startswith("cuda"), len(speeds.rows), speeds.source.path
+
+    both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == {contest.ours[0], contest.theirs[0]}]
+    return max(both, key=rank, default=None)

@@ -1,0 +1,49 @@
+"""Which training of a model an expression of a ledger asks for."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training must have been; None where any will do.
+
+    Args:
+        image_size: side of the images in pixels.
+        epochs: how many.
+        mesa: whether the moving average of the weights taught the model (MESA).
+    """
+
+    image_size: int | None = None
+    epochs: int | None = None
+    mesa: bool | None = None
+
+    @classmethod
+    def parse(cls, asked: Sequence[int | str]) -> Self:
+        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA` or `no MESA`; another one is a ValueError."""
+        found: dict[str, Any] = {}
+        for each in asked:
+            if isinstance(each, int):
+                found["image_size"] = each
+            elif match := re.fullmatch(r"(\d+) epochs", each):
+                found["epochs"] = int(match[1])
+            elif each in ("MESA", "no MESA"):
+                found["mesa"] = each == "MESA"
+            else:
+                raise ValueError(f"{each!r}: no training; write a side in pixels, `36 epochs`, `MESA` or `no MESA`")
+        return cls(**found)
+
+    @property
+    def is_of_recipe(self) -> bool:
+        """Whether more is asked than an evaluation of a file of weights can say."""
+        return self.epochs is not None or self.mesa is not None
+
+    def fits(self, about: Mapping[str, Any]) -> bool:
+        """Whether a record of trainings, or a cell of a params file, is of such a training; either has `mesa` only where it was used."""
+        if self.epochs is not None and about.get("epochs") != self.epochs:
+            return False
+        if self.mesa is not None and bool(about.get("mesa")) != self.mesa:
+            return False
+        return self.image_size is None or about.get("image_size", self.image_size) == self.image_size

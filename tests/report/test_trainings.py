@@ -1,0 +1,41 @@
+"""What an expression may ask of a training, and constants that the report has without importing what defines them."""
+
+import pytest
+
+from repro.benchmark.params import ADAPTER
+from repro.report import results
+from repro.report.trainings import Training
+from repro.tasks.generation.scores import INCEPTION_SHA256
+
+MESA = {"weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "about", "fits"),
+    [
+        ((), {"epochs": 12, "mesa": MESA, "image_size": 224}, True),
+        ((224,), {"image_size": 224}, True),
+        ((224,), {"image_size": 384}, False),
+        ((224,), {}, True),  # a cell of a params file says it elsewhere
+        (("36 epochs",), {"epochs": 36}, True),
+        (("36 epochs",), {"epochs": 12}, False),
+        (("36 epochs",), {}, False),
+        (("MESA",), {"mesa": MESA}, True),
+        (("MESA",), {"mesa": None}, False),
+        (("no MESA",), {}, True),
+        (("no MESA",), {"mesa": MESA}, False),
+        ((224, "no MESA"), {"image_size": 384}, False),
+    ],
+)
+def test_a_training_fits(asked, about, fits):
+    assert Training.parse(asked).fits(about) == fits
+
+
+@pytest.mark.parametrize("asked", ["mesa", "36", "36 epoch", "without MESA"])
+def test_another_word_is_refused(asked):
+    with pytest.raises(ValueError, match=f"'{asked}': no training; write a side in pixels"):
+        Training.parse([asked])
+
+
+def test_the_report_names_what_others_define():
+    assert results.ADAPTER == ADAPTER and INCEPTION_SHA256.startswith(results.DRAWN_AS["inception_hash"])
