@@ -48,19 +48,21 @@ def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
 def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
     """The name of each file -> what draws it, and from which records.
 
-    The curves of a task and a data set share a picture, those by hand in place of those of the pipeline where they have more seeds. What
-    is confused is drawn for the first seed of each run of the pipeline.
+    The curves of a model, a task and a data set share a picture, those by hand in place of those of the pipeline where they have more
+    seeds. What is confused is drawn for the first seed of each run of the pipeline. The models are those that stand on the paper's page.
     """
     drawn: dict[str, tuple[Draw, list[Source]]] = {}
-    for (stage, data, _), runs in find_compared_runs(report.results).items():
-        best: dict[str, Source] = {}
+    for (stage, data, _), compared in find_compared_runs(report.results).items():
+        runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
+        best: dict[str, dict[str, Source]] = {}
         for source in runs:
-            first = name_first_weights(source)
-            if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(best.get(first)):
-                best[first] = source
-        if best:
-            curves = partial(_draw_curves, stage=stage, results=report.results)
-            drawn.setdefault(f"learning_{stage}_{data}.png", (curves, list(best.values())))
+            of_model, first = best.setdefault(source.metrics["model"], {}), name_first_weights(source)
+            if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(of_model.get(first)):
+                of_model[first] = source
+        for model, chosen in best.items():
+            if chosen:
+                curves = partial(_draw_curves, stage=stage, results=report.results)
+                drawn.setdefault(f"learning_{stage}_{model}_{data}.png", (curves, list(chosen.values())))
         for source in runs:
             if source.stage and (source.metrics["by_seed"][0].get("confusion")):
                 drawn[f"confusion_{stage}_{source.cell}.png"] = _draw_confusion, [source]
@@ -104,7 +106,7 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
     first = sources[0].metrics
     split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
     interval = ", with its 95 % interval over seeds" if any(len(source.metrics["by_seed"]) > 1 for source in sources) else ""
-    figure.suptitle(f"{stage} on {first['data']}: {split}; star: {first['split']}{interval}", fontsize=11)
+    figure.suptitle(f"{stage}, {first['model']} on {first['data']}: {split}; star: {first['split']}{interval}", fontsize=11)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
 

@@ -20,23 +20,27 @@ def figures_section(report: Report) -> Section:
     return Section("Figures", [(text,), *(block for figure in report.paper.figures for block in _figure(figure, report))])
 
 
-def examples_section(report: Report) -> Section:
-    """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what they confuse."""
+def examples(report: Report) -> list[Section]:
+    """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what they confuse.
+
+    A page shows the models that stand on it; no section without any.
+    """
     results = report.results
-    blocks: list[Block] = [("Held-out images with what trained models see in them. The paper prints none.",)]
+    blocks: list[Block] = []
     runs: dict[str, list[str]] = {}
     for stage in results.scores:
         for pattern in (f"{stage}/*/examples/*.png", f"measured/*/{stage}/*/examples/*.png"):
             for name in find_pictures(results, pattern):
                 runs.setdefault(name.rpartition("/examples/")[0], []).append(name)
     for run, names in runs.items():
-        pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
-        blocks += [_origin_line(run, find_beside(names[0], results), report), table([""] * len(pictures), [pictures])]
-    if not runs:
-        blocks.append(prose("There are no pictures yet: `repro detect`, `repro segment`."))
+        beside = find_beside(names[0], results)
+        if all(results.stands_on(report.paper, source.metrics["model"]) for source in beside):
+            pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
+            blocks += [_origin_line(run, beside, report), table([""] * len(pictures), [pictures])]
     for name, sources in find_dense_drawn(report).items():
         blocks += [(Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),), _origin_line(f"figures/{name}", sources, report)]
-    return Section("Example pictures", blocks)
+    text = "Held-out images with what trained models see in them. The paper prints none."
+    return [Section("Example pictures", [(text,), *blocks])] if blocks else []
 
 
 def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:

@@ -15,7 +15,7 @@ from .claims import Report
 from .contest import draw_contest
 from .dense import draw_dense
 from .document import Section
-from .gallery import examples_section, figures_section
+from .gallery import examples, figures_section
 from .html import render_html
 from .markdown import render_blocks, render_markdown
 from .paper import Paper
@@ -84,8 +84,7 @@ def _build_pages(
             report = judge(paper, results)
             draw_variants(report, figures)
             draw_contest(report, figures)
-            if paper.primary:
-                draw_dense(report, figures)
+            draw_dense(report, figures)
             pages.append((report, build_document(report)))
             documents |= {each.file: render_markdown(each.build(report), "../results/") for each in paper.documents}
             passages += build_passages(report)
@@ -142,8 +141,8 @@ def build_document(report: Report) -> list[Section]:
         page.append(measured.speed_and_memory(results))
     page += measured.other_runs(results, paper, find_shown(report))
     if paper.primary:
-        page += measured.searches(results)
-        page += [*measured.over_resolution(results), examples_section(report)]
+        page += [*measured.searches(results), *measured.over_resolution(results)]
+    page += examples(report)
     page += [section for build_section in paper.sections for section in build_section(report)]
     page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]
     page += [*comparison.not_measurable(report), comparison.not_measured(report), comparison.where_checked(report)]

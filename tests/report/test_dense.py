@@ -6,7 +6,7 @@ from PIL import Image
 
 from repro.core.csvfile import write_csv
 from repro.report.dense import draw_dense, find_dense_drawn
-from repro.report.gallery import examples_section
+from repro.report.gallery import examples
 from repro.report.markdown import render_blocks
 
 REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0}
@@ -46,9 +46,9 @@ def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_rand
     detector(checkout, "measured/cpu/detect/nano_scenes_random", seeds=3, init=None)
     pipeline = "results/detect/nano_scenes/metrics.json"
     by_hand = [f"results/measured/cpu/detect/nano_scenes_{name}/metrics.json" for name in ("3seeds", "random")]
-    assert drawn(checkout) == {"learning_detect_scenes.png": [pipeline, by_hand[1]], "confusion_detect_nano_scenes.png": [pipeline]}
+    assert drawn(checkout) == {"learning_detect_nano_scenes.png": [pipeline, by_hand[1]], "confusion_detect_nano_scenes.png": [pipeline]}
     detector(checkout, "measured/cpu/detect/nano_scenes_3seeds", seeds=3)
-    assert sorted(drawn(checkout)["learning_detect_scenes.png"]) == by_hand
+    assert sorted(drawn(checkout)["learning_detect_nano_scenes.png"]) == by_hand
 
 
 def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypatch):
@@ -71,14 +71,15 @@ def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypa
     np.testing.assert_allclose(matrix.images[0].get_array(), [[80, 20], [100, 0]])
     assert [label.get_text() for label in matrix.get_yticklabels()] == ["7 (10)", "nothing (1)"]
     files = sorted((tmp_path / "drawn").iterdir())
-    assert [path.name for path in files] == ["confusion_detect_nano_scenes.png", "learning_detect_scenes.png"]
+    assert [path.name for path in files] == ["confusion_detect_nano_scenes.png", "learning_detect_nano_scenes.png"]
     assert all(min(Image.open(path).size) > 200 for path in files)
 
 
 def test_they_stand_below_the_examples_with_their_records(checkout):
     detector(checkout)
-    text = render_blocks(examples_section(checkout.report()).blocks)
-    assert "](figures/learning_detect_scenes.png)" in text and f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text
+    (section,) = examples(checkout.report())
+    text = render_blocks(section.blocks)
+    assert "](figures/learning_detect_nano_scenes.png)" in text and f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text
 
 
 def test_a_damaged_curve_is_an_error_of_one_line(checkout, tmp_path):
