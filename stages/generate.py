@@ -21,7 +21,11 @@ STAGE = Stage(
 )
 
 
+_TRAINING = ("cell", "gpus", "seeds")
+
+
 def command(
+    context: typer.Context,
     cell: Annotated[
         str | None, typer.Option(help="Train this cell of `generate:` in params.yaml; the results go to results/measured.")
     ] = None,
@@ -47,14 +51,18 @@ def command(
     ] = None,
 ) -> None:
     """Draw pictures with a denoiser, or train one; a stopped training continues where it was."""
+    given = [name for name in context.params if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"]
     if weights is None:
         from repro.training.cells import train_cells
 
-        if (model, steps, sampler, guidance, image_size, vae, judge, inception, samples) != (None,) * 9:
-            raise UserError("generate: these options are for drawing with --weights FILE; a training takes them from its cell")
+        if drawing := [name for name in given if name not in _TRAINING]:
+            option = f"--{drawing[0].replace('_', '-')}"
+            raise UserError(f"generate: {option} is for drawing, which needs --weights FILE; a training takes all settings from its cell")
+        if cell is None:
+            raise UserError("generate: nothing to do; train with --cell NAME, or draw with --weights FILE")
         train_cells("generate", SPEC, cell, gpus, seeds=seeds, by_hand=True)
         return
-    if (cell, gpus, seeds) != (None,) * 3:
+    if set(given) & set(_TRAINING):
         raise UserError("generate: --cell, --gpus and --seeds train, and --weights draws; take one of them")
     from repro.inference.generate import DrawRequest, draw_pictures
 

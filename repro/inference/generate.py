@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .params import DrawnParams, DrawRequest
 
 OF_EACH, MOST_BY_DEFAULT = 8, 80  # pictures, where no number is given
 COLUMNS, MOST_IN_GRID = 10, 100
+GRID = "grid.png"
 BATCH = 64  # real pictures that are looked at at once
 RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
 
@@ -68,18 +69,21 @@ def draw_pictures(request: DrawRequest) -> None:
     inception = Inception(request.inception, device, request.inception_sha256) if request.inception else None
     if inception is not None and count < 2:
         raise UserError("generate: --inception needs at least two samples")
-    real = _read_real(open_cell(paths, runtime, request.data), drawer, asked, Tally(judge, inception)) if request.data else None
+    names = [f"{place:05d}_{_file_name(drawer.classes[label])}.png" for place, label in enumerate(labels.tolist())]
+    cell = open_cell(paths, runtime, request.data) if request.data else None
+    _open_folder(request.output, names)
+    real = _read_real(cell, drawer, asked, Tally(judge, inception)) if cell else None
 
     tally, shown = Tally(judge, inception), []
     with Progress("drawing", count * drawer.sampling.steps, unit="steps") as progress:
         for batch in _draw(drawer, labels, request, progress):
             own = labels[tally.seen : tally.seen + len(batch)]
-            for place, (picture, label) in enumerate(zip(batch.cpu(), own.tolist(), strict=True), tally.seen):
-                with atomic(request.output / f"{place:05d}_{_file_name(drawer.classes[label])}.png") as temporary:
+            for place, picture in enumerate(batch.cpu(), tally.seen):
+                with atomic(request.output / names[place]) as temporary:
                     to_pil_image(picture).save(temporary, "PNG")
                 shown += [picture] if place < MOST_IN_GRID else []
             tally.add(batch, own)
-    save_grid(torch.stack(shown), len(asked) if 1 < len(asked) <= COLUMNS else OF_EACH, request.output / "grid.png")
+    save_grid(torch.stack(shown), len(asked) if 1 < len(asked) <= COLUMNS else OF_EACH, request.output / GRID)
     about = {"model": drawer.name, "weights": request.weights.name, "weights_hash": hash_file(request.weights), "samples": count}
     about |= {"classes": [drawer.classes[label] for label in asked], "image_size": drawer.transform.image_size, "seed": request.seed}
     about |= {"sampling": dataclasses.asdict(drawer.sampling)}
@@ -90,10 +94,7 @@ def draw_pictures(request: DrawRequest) -> None:
         about |= compare(tally, real)
         _record(paths, request, drawer, asked, about, device, time.monotonic() - started)
     write_json(request.output / "samples.json", about)
-    scores = [
-        f"{name} {about[name]:.2f}" for name in ("judged_percent", "real_judged_percent", "fid", "sfid") if about.get(name) is not None
-    ]
-    print(", ".join([f"{count} picture{'s' if count > 1 else ''} in {request.output}", *scores]), flush=True)
+    print("; ".join([f"{count} picture{'s' if count > 1 else ''} in {request.output}", *_describe(about)]), flush=True)
 
 
 def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
@@ -117,7 +118,9 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
         checkpoint = open_weights(path, model=request.model)
         task = checkpoint.task or {"name": "classify"}
         if task["name"] != "generate":
-            raise UserError(f"{path}: holds a model that can {task['name']}, not generate")
+            raise UserError(
+                f"{path}: holds a model that can {task['name']}, not generate; `repro generate --cell NAME` trains one that can"
+            )
         transform, sampling, name, options, classes = (
             task["transform"],
             task["sampling"],
@@ -154,15 +157,19 @@ def open_decoder(vae: Path | None, transform: InputSettings, device: torch.devic
         raise UserError(f"{vae}: no such VAE file")
     if vae.suffix == ".safetensors":
         raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/generation.md)")
+    side, about = transform.image_size, f"latents of shape {transform.shape}"
+    why = f"not a decoder that takes {about}"
     try:
         decoder = load_exported(vae, device) if vae.suffix == ".pt2" else load_script(vae, device)
         with torch.inference_mode():
-            shape = tuple(decoder(torch.zeros(1, *transform.shape, device=device)).shape)
+            for pictures in (1, 2):
+                shape = tuple(decoder(torch.zeros(pictures, *transform.shape, device=device)).shape)
+                if shape != (pictures, 3, side, side):
+                    raise UserError(f"makes {shape} of {pictures} {about}, expected {(pictures, 3, side, side)}")
+                why = f"decodes 1 picture, and not 2; export it for any number of {about}"
     except Exception as error:  # whatever another file makes the reader or the module raise
-        why = str(error).splitlines()[0] if isinstance(error, UserError) else "not a decoder that takes its latents"
-        raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/generation.md)") from None
-    if shape != (1, 3, transform.image_size, transform.image_size):
-        raise UserError(f"--vae {vae}: makes {shape} of the latents of one picture, expected (1, 3, {transform.image_size}, ...)")
+        why = str(error).splitlines()[0].removeprefix(f"{vae}: ") if isinstance(error, UserError) else why
+        raise UserError(f"--vae {vae}: {why} (docs/generation.md)") from None
     return lambda latents: to_pictures(decoder(latents / transform.latents.scale))
 
 
@@ -187,6 +194,25 @@ def _require_denoiser(name: str) -> str:
     return name
 
 
+def _open_folder(folder: Path, names: Sequence[str]) -> None:
+    """Make a folder for pictures; raises UserError where it is none, or holds others than those that will be written."""
+    if any(place.exists() and not place.is_dir() for place in (folder, *folder.parents)):
+        raise UserError(f"--output {folder}: is a file or lies in one; name a folder")
+    others = {file.name for file in folder.glob("*.png")} - {GRID, *names}
+    if others:
+        raise UserError(f"--output {folder}: holds {len(others)} other pictures, e.g. {min(others)}; name another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _describe(about: Mapping[str, Any]) -> list[str]:
+    """The scores in words."""
+    found = {name: about[name] for name in ("judged_percent", "real_judged_percent", "fid", "sfid") if about.get(name) is not None}
+    judged, real = found.pop("judged_percent", None), found.pop("real_judged_percent", None)
+    words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
+    words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
+    return [" ".join(words)] * bool(words) + [f"{'FID' if name == 'fid' else 'sFID'} {value:.2f}" for name, value in found.items()]
+
+
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
@@ -203,8 +229,10 @@ def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progre
         with torch.inference_mode():
             for part in draw_samples(drawer.model, diffusion, drawer.transform, labels, places, **shared, progress=count):
                 yield drawer.decode(part)
-    except torch.OutOfMemoryError:
-        raise RunError("generate: the GPU has too little memory; lower --batch-size") from None
+    except RuntimeError as error:  # an OutOfMemoryError of a GPU is one, too
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise RunError("generate: the device has too little memory; lower --batch-size") from None
 
 
 def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tally) -> Tally:

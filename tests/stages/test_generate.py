@@ -173,7 +173,7 @@ def test_scores_are_recorded(drawing, repro_cli):
     torch.jit.script(StandIn()).save("inception.pt")
     scored = ["--judge", "judge.safetensors", "--inception", "inception.pt", "--inception-sha256", hash_file(Path("inception.pt"))]
     code, out, err = draw(repro_cli, "-o", "scored", "--samples", "20", "--data", "digits", *scored)
-    assert code == 0 and "fid" in out, err
+    assert code == 0 and "20 pictures in scored; the judge takes " in out and " % of the 359 real ones; FID " in out, err
     (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*/metrics.json")
     metrics = json.loads(file.read_text())["metrics"]
     assert metrics["fid"] > 0 and metrics["sfid"] is None and metrics["real_images"] == 359 and metrics["samples"] == 20
@@ -200,6 +200,8 @@ WRONG = [
     (["--weights", "params.yaml", "--model", "dit3_xl"], "generate: --model dit3_xl: no such denoiser; known: dit_small_patch8, "),
     (["--weights", "params.yaml", "--model", "dit3_small_patch2"], "params.yaml: not a readable checkpoint of PyTorch"),
     (["--judge", "own.safetensors"], "own.safetensors: holds a model for the task 'generate', expected a classifier"),
+    (["--judge", "params.yaml"], "params.yaml: not a file of this project, so it cannot judge"),
+    (["--judge", "absent.safetensors"], "absent.safetensors: no such weights file"),
     (["--inception", "own.safetensors"], "--inception compares with real pictures; name them with --data CELL"),
     (["--inception", "own.safetensors", "--data", "digits"], "own.safetensors: has SHA-256"),
     (["--judge", "judge.safetensors", "--data", "numbers"], "numbers/manifest.json: no such manifest"),
@@ -216,9 +218,56 @@ def test_wrong_options_are_one_line_and_write_nothing(drawing, repro_cli, option
     assert not Path("out").exists()
 
 
-def test_options_of_drawing_do_not_train(ready, repro_cli):
-    code, _, err = repro_cli("generate", "--cell", "nano", "--steps", "20")
-    assert (code, err.count("\n")) == (2, 1) and "these options are for drawing with --weights FILE" in err
+NOTHING_TRAINED = [
+    (
+        ["--cell", "nano", "--steps", "20"],
+        "--steps is for drawing, which needs --weights FILE; a training takes all settings from its cell",
+    ),
+    (["--class-label", "3"], "--class-label is for drawing, which needs --weights FILE"),  # an option with a default
+    (["--cell", "nano", "-o", "out"], "--output is for drawing"),
+    ([], "nothing to do; train with --cell NAME, or draw with --weights FILE"),
+    (["--seeds", "2"], "nothing to do"),
+    (["--cell", "nan"], "generate.nan: no such section; did you mean 'nano'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), NOTHING_TRAINED, ids=[" ".join(options) for options, _ in NOTHING_TRAINED])
+def test_options_that_name_no_training_are_one_line(ready, repro_cli, options, message):
+    code, _, err = repro_cli("generate", *options)
+    assert (code, err.count("\n")) == (2, 1) and message in err, err
+    assert not Path("results/measured").exists() and not Path(".runs").exists()
+
+
+def test_the_weights_are_those_that_were_scored(drawing):
+    """The exported weights, the moving average, have the held-out loss of the record."""
+    from repro.core.paths import find_root
+    from repro.core.runtime import load_runtime
+    from repro.data.cells import open_cell
+    from repro.data.loader import EvalLoader
+    from repro.inference.generate import DrawRequest, open_drawer
+    from repro.tasks.generation.data import open_split
+    from repro.tasks.generation.task import Generation
+
+    cpu, paths = torch.device("cpu"), find_root()
+    drawer = open_drawer(DrawRequest(weights=Path("own.safetensors"), output=Path("out")), cpu)
+    tree = open_cell(paths, load_runtime(paths), "digits").open_tree()
+    loader = EvalLoader(open_split(tree, "test", drawer.transform), batch_size=64)
+    how = {"transform": drawer.transform, "sampling": drawer.sampling, "num_classes": 10, "label_dropout": 0.0, "seed": 0}
+    task = Generation(drawer.model, [], {"test": loader}, batch_size=64, device=cpu, **how)
+    found = task.evaluate(drawer.model, "test")
+    record = json.loads((results(drawing) / "metrics.json").read_text())["metrics"]
+    assert found["held_out_mse"] == pytest.approx(record["held_out_mse"], rel=1e-5)
+
+
+def test_a_folder_of_other_pictures_is_left_alone(drawing, repro_cli):
+    assert draw(repro_cli, "-o", "mine", "--samples", "3")[0] == 0
+    assert draw(repro_cli, "-o", "mine", "--samples", "3", "--seed", "1")[0] == 0  # the same names: drawn anew
+    code, _, err = draw(repro_cli, "-o", "mine", "--samples", "2")
+    assert (code, err.count("\n")) == (2, 1) and "--output mine: holds 1 other pictures, e.g. 00002_digit_2.png" in err
+    Path("file").write_text("")
+    for name in ("file", "file/inside"):
+        code, _, err = draw(repro_cli, "-o", name, "--samples", "1")
+        assert (code, err.count("\n")) == (2, 1) and f"--output {name}: is a file or lies in one; name a folder" in err
 
 
 WRONG_CELLS = [
@@ -261,6 +310,13 @@ class Decoder(torch.nn.Module):
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.interpolate(latents[:, :3], scale_factor=8.0)
+
+
+class One(torch.nn.Module):
+    """A decoder that takes one picture alone, as one that was exported without a free number of pictures."""
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.interpolate(latents[:, :3], scale_factor=8.0).view(1, 3, 256, 256)
 
 
 class Halves(torch.nn.Module):
@@ -315,6 +371,8 @@ def test_a_releases_file_draws_latents_that_a_decoder_turns_into_pictures(releas
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_vae_file_that_is_none_is_one_line(release, repro_cli):
     torch.jit.script(Halves()).save("halves.pt")
+    torch.jit.script(One()).save("one.pt")
+    torch.export.save(torch.export.export(Decoder(), (torch.zeros(1, 4, 32, 32),)), "one.pt2")
     Path("text.pt").write_text("no decoder")
     Path("text.pt2").write_text("no decoder")
     for vae, message in (
@@ -324,7 +382,9 @@ def test_a_vae_file_that_is_none_is_one_line(release, repro_cli):
         (["--vae", "text.pt"], "--vae text.pt: not a readable TorchScript file"),
         (["--vae", "text.pt2"], "--vae text.pt2: not a readable file of torch.export"),
         (["--vae", "release.pt"], "--vae release.pt: not a readable TorchScript file"),
-        (["--vae", "halves.pt"], "--vae halves.pt: makes (1, 3, 32, 32) of the latents of one picture, expected (1, 3, 256, ...)"),
+        (["--vae", "halves.pt"], "--vae halves.pt: makes (1, 3, 32, 32) of 1 latents of shape (4, 32, 32), expected (1, 3, 256, 256)"),
+        (["--vae", "one.pt"], "--vae one.pt: decodes 1 picture, and not 2; export it for any number of latents"),
+        (["--vae", "one.pt2"], "--vae one.pt2: decodes 1 picture, and not 2; export it for any number of latents"),
     ):
         code, _, err = repro_cli("generate", "--weights", "release.pt", "--model", "dit_small_patch8", *vae, "-o", "out")
         assert code == 2 and err.startswith("repro: ") and err.count("\n") == 1 and message in err, err
