@@ -2,6 +2,7 @@
 imports is the one that the code follows."""
 
 import ast
+import fnmatch
 import itertools
 import re
 import shutil
@@ -290,3 +291,21 @@ def test_every_number_that_is_allowed_is_there():
 def test_the_cells_of_the_ablation_are_as_many_as_its_page_says():
     cells = load_yaml(ROOT / "profiles/paper.yaml")["ablate"]
     assert len(cells) == 16 and all(cell["seeds"] == [0] for cell in cells.values())
+
+
+def test_the_page_of_models_names_them_all():
+    """A row for each family, with its sizes; nanos stand below."""
+    import timm
+
+    import repro.models  # noqa: F401
+    from repro.models.registry import list_denoisers
+
+    rows = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.M)
+    own = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("repro.models.")]
+    left = {name for name in (*own, *list_denoisers()) if "_nano" not in name}
+    for pattern, sizes in rows:
+        named = set(fnmatch.filter(left, pattern))
+        found = {name.split("_")[1] for name in named}
+        assert named and ("same" in sizes or found == set(re.findall(r"tiny|small|base|xlarge|large", sizes))), pattern
+        left -= named
+    assert not left

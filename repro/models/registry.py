@@ -22,6 +22,11 @@ def register_denoisers(model_class: type[nn.Module], sizes: Mapping[str, Mapping
     _DENOISERS.update({name: partial(model_class, **options) for name, options in sizes.items()})
 
 
+def list_denoisers() -> list[str]:
+    """The names of all denoisers."""
+    return list(_DENOISERS)
+
+
 def build_denoiser(name: str, **options: Any) -> nn.Module:
     """A registered denoiser with options in place of its own; raises ValueError as `build_model`."""
     if name not in _DENOISERS:
