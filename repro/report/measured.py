@@ -50,10 +50,11 @@ def speed_and_memory(results: Results) -> Section:
 def other_runs(results: Results, shown_elsewhere: set[str]) -> Section:
     """The runs that no paper's number is set beside, but for the paths that are `shown_elsewhere`."""
     title = "Runs on other data: no comparison with the paper"
-    runs = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
+    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
+    others = (source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere)
+    runs = [source for source in others if labels.keys() & source.metrics.keys()]  # a task with other scores has a place of its own
     if not runs:
         return Section(title, [prose("There are none yet: `repro pretrain`.")])
-    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in runs:
