@@ -152,6 +152,7 @@ def test_the_examples_are_those_that_are_tested(page, language, names):
 def test_the_examples_of_params_are_valid():
     from repro.data.kinds import PrepareData
     from repro.tasks.classification.params import ClassifierParams
+    from repro.tasks.generation.params import GenerateParams
 
     assert yaml.safe_load(fenced("add_a_family.md", "yaml")[0]) == {"pretrain": {"toy": constants()["CELL"]}}
     assert yaml.safe_load(fenced("add_a_stage.md", "yaml")[1]) == {"toy": {"three": {"times": 3}}}
@@ -159,6 +160,10 @@ def test_the_examples_of_params_are_valid():
     build(PrepareData, own["prepare_data"]["pets"], "prepare_data.pets")
     params = build(ClassifierParams, own["pretrain"]["vittt_tiny_pets"], "pretrain.vittt_tiny_pets")
     assert params.init is not None and params.data in own["runtime"]["data_roots"]
+    own = yaml.safe_load(fenced("generation.md", "yaml")[0])
+    build(PrepareData, own["prepare_data"]["pets_latents"], "prepare_data.pets_latents")
+    params = build(GenerateParams, own["generate"]["dit3_small_patch2_pets"], "generate.dit3_small_patch2_pets")
+    assert params.transform.shape == (4, 32, 32) and params.data in own["runtime"]["data_roots"]
 
 
 def test_the_example_of_a_paper_loads(tmp_path):

@@ -54,11 +54,12 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
     A page that has none says so where it is the primary paper's.
     """
     title = "Runs on other data: no comparison with the paper"
-    others = [source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere]
-    runs = [source for source in others if results.stands_on(paper, source.metrics["model"])]
+    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
+    others = (source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere)
+    own = (source for source in others if results.stands_on(paper, source.metrics["model"]))
+    runs = [source for source in own if labels.keys() & source.metrics.keys()]  # a task with other scores has a place of its own
     if not runs:
         return [Section(title, [prose("There are none yet: `repro pretrain`.")])] if paper.primary else []
-    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in runs:

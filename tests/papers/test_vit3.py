@@ -233,9 +233,10 @@ def test_a_published_distance_is_of_50000_samples_of_all_classes_without_guidanc
 
 
 def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
-    """31 variants, an H-ViT3, a ViT3, which both papers compare, and a ResNet, which none names."""
+    """31 variants, which stand in a section of their own, an H-ViT3, a ViT3, which both papers compare, and a ResNet, which none names."""
     for name, options in VARIANTS.items():
-        checkout.train(f"measured/cpu/ablate/vit3/digits/{name}", "study_nano_patch4_32", "digits", held_out_images=9, options=options)
+        about = {"held_out_images": 9, "options": options, "top1": 50.0}
+        checkout.train(f"measured/cpu/ablate/vit3/digits/{name}", "study_nano_patch4_32", "digits", **about)
     for model in ("hvit3_nano_144", "vit3_nano_patch16_144", "resnet_nano", "vittt_nano_patch16_144"):
         checkout.train(f"measured/cpu/baselines/{model}", model, "digits", held_out_images=9, top1=50.0)
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
@@ -245,10 +246,9 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
         section = text.partition("\n## Runs on other data")[2].partition("\n## ")[0]
         return sorted(re.findall(r"(?m)^\| `(.*?)` ", section))
 
-    own, shared = "measured/cpu/ablate/vit3/digits/", "measured/cpu/baselines/"
+    shared = "measured/cpu/baselines/"
     assert listed(checkout.paper) == [shared + name for name in ("resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144")]
-    studied = sorted(own + name for name in VARIANTS)
-    assert listed(PAPER) == [*studied, f"{shared}hvit3_nano_144", f"{shared}vit3_nano_patch16_144"]
+    assert listed(PAPER) == [f"{shared}hvit3_nano_144", f"{shared}vit3_nano_patch16_144"]
 
 
 def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):

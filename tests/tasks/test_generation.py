@@ -1,8 +1,6 @@
-"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand; latents and scores."""
+"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand; scores."""
 
-import io
 import math
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +9,9 @@ import scipy.linalg
 import torch
 from torch import Tensor, nn
 
-from repro.core.errors import RunError, UserError
-from repro.data.check.run import Depth, run_check
-from repro.data.classification import ImageFolder, ToInput, eval_transform
-from repro.data.latents import LatentFolder
+from repro.core.errors import UserError
+from repro.data.classification import ToInput
 from repro.data.settings import TransformSettings
-from repro.data.tree import scan_tree
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from repro.tasks.classification.task import accuracy
@@ -308,82 +303,3 @@ def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
             Inception(path, CPU, wanted)
     with pytest.raises(UserError, match="no such Inception file"):
         Inception(tmp_path / "absent.pt", CPU)
-
-
-def write(path: Path, array: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, array)
-
-
-@pytest.fixture
-def latents(tmp_path) -> Path:
-    """Two classes of two files in each split, of which one also has the latents of its mirrored picture."""
-    for split in ("train", "val"):
-        for place, name in enumerate(("cat", "dog")):
-            write(tmp_path / "latents" / split / name / "one.npy", np.full((4, 2, 2), place + 1, np.float16))
-            write(
-                tmp_path / "latents" / split / name / "two.npy",
-                np.stack([np.full((4, 2, 2), 5.0), np.full((4, 2, 2), 7.0)]).astype(np.float32),
-            )
-    return tmp_path / "latents"
-
-
-def test_latents_are_scaled_and_mirrored(latents):
-    tree = scan_tree(latents, "latents")
-    assert tree.classes == ("cat", "dog") and len(tree.splits["train"].names) == 4
-    always, never = (LatentFolder(tree, "train", (4, 2, 2), scale=0.5, hflip=hflip, seed=0) for hflip in (1.0, 0.0))
-    assert [float(always[(0, i)][0].mean()) for i in range(4)] == [0.5, 3.5, 1.0, 3.5]
-    assert [float(never[(0, i)][0].mean()) for i in range(4)] == [0.5, 2.5, 1.0, 2.5]
-    half = LatentFolder(tree, "train", (4, 2, 2), scale=1.0, hflip=0.5, seed=0)
-    drawn = [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
-    assert set(drawn) == {5.0, 7.0} and drawn == [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
-    batch, labels = half.collate([half[(0, 0)], half[(0, 2)]])
-    assert batch.shape == (2, 4, 2, 2) and batch.dtype == torch.float32 and labels.tolist() == [0, 1]
-    assert torch.equal(to_inputs(batch, CPU), batch)
-
-
-def test_archives_hold_the_same_latents(latents, tmp_path):
-    for split in ("train", "val"):
-        (tmp_path / "packed" / split).mkdir(parents=True)
-        with tarfile.open(tmp_path / "packed" / split / "0.tar", "w") as archive:
-            for file in sorted((latents / split).rglob("*.npy")):
-                archive.add(file, file.relative_to(latents / split).as_posix())
-    folders, packed = (LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed"))
-    assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
-
-
-def archive_of_arrays() -> bytes:
-    stream = io.BytesIO()
-    np.savez(stream, latents=np.zeros((4, 2, 2), np.float32))
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"no array", archive_of_arrays(), *(np.zeros((4, 2, 2), d) for d in (np.float64, np.int16)), np.zeros((4, 2, 3), np.float32)]
-    + [np.zeros((3, 4, 2, 2), np.float32), np.zeros((8, 2, 2), np.float32), np.full((4, 2, 2), np.nan, np.float32), np.array(None)],
-    ids=["empty", "text", "several", "fp64", "integers", "width", "three", "channels", "nan", "objects"],
-)
-def test_a_file_that_holds_no_latents_is_named(latents, content):
-    path = latents / "train" / "dog" / "one.npy"
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
-    folder = LatentFolder(scan_tree(latents, "latents"), "train", (4, 2, 2), scale=1.0)
-    with pytest.raises(UserError, match=r"dog/one.npy: unreadable image") as caught:
-        folder[(0, 2)]
-    assert "\n" not in str(caught.value)
-    lines = []
-    with pytest.raises(RunError, match="data check latents: 1 error"):
-        run_check("latents", latents, Depth(full=True), emit=lines.append)
-    assert sum(line.startswith("error") and "one.npy" in line for line in lines) == 1
-
-
-def test_sound_latents_pass_their_check(latents):
-    lines = []
-    run_check("latents", latents, Depth(full=True), emit=lines.append)
-    assert lines[-1].endswith("no errors, 0 warnings")
-
-
-def test_latents_are_no_pictures(latents):
-    pictures = ImageFolder(scan_tree(latents, "latents"), "train", eval_transform(TransformSettings(image_size=8)))
-    with pytest.raises(UserError, match="unreadable image"):
-        pictures[(0, 0)]

@@ -5,6 +5,7 @@ from pathlib import Path
 from ...report.paper import Contest, Figure, Paper, Question, Variants, VariantTable
 from . import formulas
 from .depth import draw_depth, training_loss_section
+from .generation import describe_generation, generation_section
 from .variants import ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -118,7 +119,8 @@ PAPER = Paper(
             command="repro efficiency --families vit3,deit,deit_fused --sizes T --res 224,1248",
         ),
     ),
-    sections=(training_loss_section,),
+    sections=(training_loss_section, generation_section),
+    passages={"docs/generation.md": {"digits": describe_generation}},
     variants=Variants(
         options=VARIANTS,
         tables=tuple(

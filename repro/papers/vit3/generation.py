@@ -1,0 +1,114 @@
+"""DiT³ on the embedded digits, beside DiT with and without its convolution: what was trained by hand, in numbers and samples."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.statistics import Sample, describe_sample
+from ...report.claims import Report
+from ...report.document import Block, Bullets, Line, Picture, Piece, Section, code, number, prose, table
+from ...report.gallery import describe_origin, find_pictures
+from ...report.records import Source, describe_seeds
+
+LOSS, JUDGED, REAL = "held_out_mse", "judged_percent", "real_judged_percent"
+COMMAND = "repro generate --cell dit3_nano_digits --seeds 3"
+# what must agree before two losses are compared; the noise of a held-out image follows from its number alone
+_ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
+
+
+def generation_section(report: Report) -> list[Section]:
+    """The section of the paper's page; none without records."""
+    return [Section("Generation on embedded digits", describe_generation(report))] if _find_groups(report) else []
+
+
+def describe_generation(report: Report) -> list[Block]:
+    """Of each denoiser trained by hand its held-out loss, its judged samples and their picture; and which losses differ."""
+    groups = _find_groups(report)
+    if not groups:
+        return [prose(f"No denoiser is trained yet: `{COMMAND}`.")]
+    blocks: list[Block] = []
+    for group in groups:
+        m = group[0].metrics
+        size, sampling = m["image_size"], m["by_seed"][0]["sampling"]
+        about = (
+            f"Trained on {m['data']} at {size}×{size} pixels, {m['steps']:,} steps of {m['batch_size']} images, {describe_seeds(group)}; scored "
+            f"on the {m['held_out_images']} images of {m['split']}. The samples are of {sampling['steps']} steps of {sampling['sampler'].upper()} "
+            f"with guidance {sampling['guidance']:g}. The paper trains on ImageNet-1K at 256×256 and prints FID: nothing here is compared with it."
+        )
+        header = [
+            "denoiser",
+            "parameters",
+            "seeds",
+            "held-out MSE of the noise",
+            "samples judged as asked",
+            "real images",
+            "device, profile",
+        ]
+        blocks += [(about,), table(header, [_row(source, report) for source in group])]
+        if lines := [_compare(*pair, report) for pair in itertools.combinations(group, 2)]:
+            blocks.append(Bullets(lines))
+        blocks += _pictures(group, report)
+    text = (
+        "Judged as asked: the share of samples that a classifier of this project takes for the class that they were asked to be; beside it "
+        "the same share of the held-out images themselves, at the size of the samples. In brackets are 95 % intervals of the mean over seeds."
+    )
+    return [*blocks, (text,)]
+
+
+def _find_groups(report: Report) -> list[list[Source]]:
+    """The trained denoisers that can be compared, in order of their losses; of one model the record with the most seeds."""
+    groups: dict[tuple, dict[str, Source]] = {}
+    for source in report.results.sources:
+        m = source.metrics
+        if source.is_trained and LOSS in m:
+            own = groups.setdefault((source.path.split("/")[2], *(m.get(key) for key in _ALIKE)), {})
+            name = _name(source, report)
+            if name not in own or len(m["by_seed"]) > len(own[name].metrics["by_seed"]):
+                own[name] = source
+    return [sorted(own.values(), key=lambda source: source.metrics[LOSS]) for own in groups.values()]
+
+
+def _name(source: Source, report: Report) -> str:
+    return report.results.model_key(source.metrics, source.path)
+
+
+def _row(source: Source, report: Report) -> list[Piece | Line]:
+    runs: Sequence[Mapping[str, Any]] = source.metrics["by_seed"]
+    judged = [[run[key] for run in runs if run.get(key) is not None] for key in (JUDGED, REAL)]
+    shares = [_format(describe_sample(each), 1, " %", most=100) if each else "–" for each in judged]
+    loss = _format(describe_sample([run[LOSS] for run in runs]), 4)
+    counts = number(f"{source.metrics['num_params']:,}"), number(len(runs))
+    return [code(_name(source, report)), *counts, loss, *shares, describe_origin([source], report.named)]
+
+
+def _format(sample: Sample, places: int, unit: str = "", most: float | None = None) -> Piece:
+    """The mean and its interval, which ends at `most`."""
+    low, high = sample.ci95 or (0.0, 0.0)
+    high = high if most is None else min(high, most)
+    spread = f" [{low:.{places}f}, {high:.{places}f}]" if sample.ci95 else ""
+    return number(f"{sample.mean:.{places}f}{unit}{spread}")
+
+
+def _compare(better: Source, worse: Source, report: Report) -> Line:
+    """A sentence about two losses, seed by seed: both saw the same held-out images with the same noise."""
+    ours, theirs = ({run["seed"]: run[LOSS] for run in source.metrics["by_seed"]} for source in (better, worse))
+    shared = sorted(ours.keys() & theirs.keys())
+    pair = code(_name(better, report)), " against ", code(_name(worse, report))
+    if not shared:
+        return *pair, ": no seed in common."
+    sample = describe_sample([theirs[seed] - ours[seed] for seed in shared])
+    if sample.ci95 is None:
+        return *pair, f": the loss is lower by {sample.mean:.4f}; one seed has no interval, and another may say otherwise."
+    low, high = sample.ci95
+    word = "the loss is lower by" if low > 0 else "the losses are not separated; they differ by"
+    return *pair, f": {word} {sample.mean:.4f} [{low:.4f}, {high:.4f}] over {len(shared)} seeds."
+
+
+def _pictures(group: Sequence[Source], report: Report) -> list[Block]:
+    """Samples of the first seed of each denoiser, beside each other."""
+    found = [(source, find_pictures(report.results, f"{source.folder.removeprefix('results/')}/examples/*.png")) for source in group]
+    shown = [(source, name) for source, names in found for name in names]
+    if not shown:
+        return []
+    pictures = [(Picture(name, f"samples of {_name(source, report)}"),) for source, name in shown]
+    return [table([_name(source, report) for source, _ in shown], [pictures])]

@@ -1,0 +1,162 @@
+"""Latents of a VAE as a data set, and the example in docs/ that makes them and exports a decoder."""
+
+import importlib.util
+import io
+import tarfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from repro.core.errors import RunError, UserError
+from repro.data.check.run import Depth, run_check
+from repro.data.classification import ImageFolder, eval_transform
+from repro.data.latents import LatentFolder
+from repro.data.settings import TransformSettings
+from repro.data.tree import scan_tree
+from repro.inference.generate import open_decoder
+from repro.tasks.generation.params import InputSettings, LatentSettings
+from repro.tasks.generation.task import to_inputs, to_pictures
+
+CPU = torch.device("cpu")
+
+
+def write(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, array)
+
+
+@pytest.fixture
+def latents(tmp_path) -> Path:
+    """Two classes of two files in each split, of which one also has the latents of its mirrored picture."""
+    for split in ("train", "val"):
+        for place, name in enumerate(("cat", "dog")):
+            write(tmp_path / "latents" / split / name / "one.npy", np.full((4, 2, 2), place + 1, np.float16))
+            write(
+                tmp_path / "latents" / split / name / "two.npy",
+                np.stack([np.full((4, 2, 2), 5.0), np.full((4, 2, 2), 7.0)]).astype(np.float32),
+            )
+    return tmp_path / "latents"
+
+
+def test_latents_are_scaled_and_mirrored(latents):
+    tree = scan_tree(latents, "latents")
+    assert tree.classes == ("cat", "dog") and len(tree.splits["train"].names) == 4
+    always, never = (LatentFolder(tree, "train", (4, 2, 2), scale=0.5, hflip=hflip, seed=0) for hflip in (1.0, 0.0))
+    assert [float(always[(0, i)][0].mean()) for i in range(4)] == [0.5, 3.5, 1.0, 3.5]
+    assert [float(never[(0, i)][0].mean()) for i in range(4)] == [0.5, 2.5, 1.0, 2.5]
+    half = LatentFolder(tree, "train", (4, 2, 2), scale=1.0, hflip=0.5, seed=0)
+    drawn = [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
+    assert set(drawn) == {5.0, 7.0} and drawn == [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
+    batch, labels = half.collate([half[(0, 0)], half[(0, 2)]])
+    assert batch.shape == (2, 4, 2, 2) and batch.dtype == torch.float32 and labels.tolist() == [0, 1]
+    assert torch.equal(to_inputs(batch, CPU), batch)
+
+
+def test_archives_hold_the_same_latents(latents, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "packed" / split).mkdir(parents=True)
+        with tarfile.open(tmp_path / "packed" / split / "0.tar", "w") as archive:
+            for file in sorted((latents / split).rglob("*.npy")):
+                archive.add(file, file.relative_to(latents / split).as_posix())
+    folders, packed = (LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed"))
+    assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
+
+
+def archive_of_arrays() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, latents=np.zeros((4, 2, 2), np.float32))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no array", archive_of_arrays(), *(np.zeros((4, 2, 2), d) for d in (np.float64, np.int16)), np.zeros((4, 2, 3), np.float32)]
+    + [np.zeros((3, 4, 2, 2), np.float32), np.zeros((8, 2, 2), np.float32), np.full((4, 2, 2), np.nan, np.float32), np.array(None)],
+    ids=["empty", "text", "several", "fp64", "integers", "width", "three", "channels", "nan", "objects"],
+)
+def test_a_file_that_holds_no_latents_is_named(latents, content):
+    path = latents / "train" / "dog" / "one.npy"
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
+    folder = LatentFolder(scan_tree(latents, "latents"), "train", (4, 2, 2), scale=1.0)
+    with pytest.raises(UserError, match=r"dog/one.npy: unreadable image") as caught:
+        folder[(0, 2)]
+    assert "\n" not in str(caught.value)
+    lines = []
+    with pytest.raises(RunError, match="data check latents: 1 error"):
+        run_check("latents", latents, Depth(full=True), emit=lines.append)
+    assert sum(line.startswith("error") and "one.npy" in line for line in lines) == 1
+
+
+def test_sound_latents_pass_their_check(latents):
+    lines = []
+    run_check("latents", latents, Depth(full=True), emit=lines.append)
+    assert lines[-1].endswith("no errors, 0 warnings")
+
+
+def test_latents_are_no_pictures(latents):
+    pictures = ImageFolder(scan_tree(latents, "latents"), "train", eval_transform(TransformSettings(image_size=8)))
+    with pytest.raises(UserError, match="unreadable image"):
+        pictures[(0, 0)]
+
+
+class Vae(nn.Module):
+    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, with a constant as the fourth channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_device = nn.Parameter(torch.zeros(()))
+
+    def encode(self, x: Tensor) -> SimpleNamespace:
+        means = F.avg_pool2d(x, 8)
+        latents = torch.cat((means, torch.full_like(means[:, :1], 0.5)), dim=1)
+        return SimpleNamespace(latent_dist=SimpleNamespace(sample=lambda: latents))
+
+    def decode(self, latents: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(sample=F.interpolate(latents[:, :3], scale_factor=8.0))
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sd_vae", Path(__file__).parents[2] / "docs/examples/sd_vae.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp_path):
+    """Pictures whose patches have one colour each: the latents, and those of the mirror image, are known."""
+    rng, colours = np.random.default_rng(0), {}
+    for split, name, number in (("train", "cat", 0), ("train", "dog", 1), ("train", "dog", 2), ("val", "cat", 3), ("val", "dog", 4)):
+        colours[split, name, number] = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        file = tmp_path / "pictures" / split / name / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(colours[split, name, number].repeat(8, 0).repeat(8, 1)).save(file)
+    how = {"kind": "folder", "image_size": 32, "batch_size": 2}
+    load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
+    tree = scan_tree(tmp_path / "latents", "latents")
+    assert tree.classes == ("cat", "dog") and {split: len(own.names) for split, own in tree.splits.items()} == {"train": 3, "val": 2}
+    for (split, name, number), colour in colours.items():
+        file = tmp_path / "latents" / split / name / f"{number}.png.npy"
+        found, expected = np.load(file), colour.transpose(2, 0, 1) / 127.5 - 1
+        assert found.shape == (2, 4, 4, 4) and found.dtype == np.float16
+        np.testing.assert_allclose(found[0, :3], expected, atol=1e-3)
+        np.testing.assert_allclose(found[1, :3], expected[..., ::-1], atol=1e-3)
+        np.save(file, np.zeros((4, 4, 4), np.float16))
+    load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
+    assert not any(np.load(file).any() for file in (tmp_path / "latents").rglob("*.npy"))  # what is there is not made again
+
+
+def test_the_decoder_of_the_example_is_one_that_drawing_takes(tmp_path, monkeypatch):
+    module, file = load_example(), tmp_path / "decoder.pt2"
+    vae = Vae()
+    vae.config = SimpleNamespace(block_out_channels=(1, 1, 1, 1), latent_channels=4)
+    monkeypatch.setattr(module, "open_vae", lambda name: vae)
+    module.decoder("any", file, image_size=32)
+    decode = open_decoder(file, InputSettings(image_size=32, latents=LatentSettings()), CPU, tmp_path)
+    latents = torch.rand(3, 4, 4, 4) * 2 - 1
+    assert torch.equal(decode(latents * 0.18215), to_pictures(F.interpolate(latents[:, :3], scale_factor=8.0)))
