@@ -102,7 +102,10 @@ def test_what_a_run_leaves(trained):
     assert identity["code_modules"] == ["repro.models.dit", "stages.generate"]
     assert identity["code_hash"] == hash_code(trained, identity["code_modules"]) and identity["backend"] == "torch"
     with Image.open(folder / "examples/samples.png") as picture:
-        assert picture.size == (8 * (64 + 4) + 4, 10 * (64 + 4) + 4)  # a row for each digit, of pictures that are enlarged
+        assert picture.mode == "L" and picture.size == (
+            8 * (64 + 4) + 4,
+            10 * (64 + 4) + 4,
+        )  # a row for each digit, of pictures that are enlarged
     assert not (trained / "results/generate").exists() and not list((trained / ".runs").rglob("*.pt"))
 
 
