@@ -60,6 +60,9 @@ measure-cpu: setup
 	[ -f results/pretrain/vittt_nano_digits_wild/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits_wild
 	printf '%s\n' 'detect --cell vittt_nano_scenes' 'segment --cell vittt_nano_scenes' 'detect --cell vittt_nano_scenes --random' \
 		'segment --cell vittt_nano_scenes --random' | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL --seeds 3'
+	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
+	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
+		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3
 	$(REPRO) ablate --all --data digits --seeds 7
 	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
 	TRITON_INTERPRET=1 $(REPRO) kernels check
