@@ -62,10 +62,12 @@ measure-cpu: setup
 		'segment --cell vittt_nano_scenes --random' | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL --seeds 3'
 	printf '%s\n' 'baselines --cell hvit3_nano_digits' 'baselines --cell hvit3_nano_digits_mesa' 'baselines --cell vmamba_nano_digits' \
 		'baselines --cell mambavision_nano_digits' 'detect --cell hvit3_nano_scenes' 'detect --cell vmamba_nano_scenes' \
-		'segment --cell hvit3_nano_scenes' 'segment --cell vmamba_nano_scenes' 'generate --cell dit3_nano_digits --seeds 3' \
-		'generate --cell dit_nano_digits --seeds 3' 'generate --cell dit_cpe_nano_digits --seeds 3' \
+		'segment --cell hvit3_nano_scenes' 'segment --cell vmamba_nano_scenes' \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL'
 	$(REPRO) ablate --paper vit3 --all --data digits --seeds 3 --jobs $(JOBS) --no-speed
+	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
+	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
+		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3
 	$(REPRO) ablate --all --data digits --seeds 7
 	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
 	TRITON_INTERPRET=1 $(REPRO) kernels check

@@ -72,7 +72,7 @@ def write_latents(vae: Any, pictures: Path, latents: Path, *, kind: str, image_s
 
 
 class Decoder(torch.nn.Module):
-    """Latents without their scale (B, K, h, w) -> pictures (B, 3, H, W) in [-1, 1]."""
+    """The latents of a picture without their scale (1, K, h, w) -> the picture (1, 3, H, W) in [-1, 1]."""
 
     def __init__(self, vae: Any):
         super().__init__()
@@ -84,12 +84,11 @@ class Decoder(torch.nn.Module):
 
 @app.command()
 def decoder(vae: str, file: Path, image_size: ImageSize = 256) -> None:
-    """Export the decoder, for any number of pictures, with torch.export: FILE ends in .pt2."""
+    """Export the decoder with torch.export, for one picture at a time; FILE ends in .pt2."""
     own = open_vae(vae)
     side = image_size // 2 ** (len(own.config.block_out_channels) - 1)
-    latents = torch.zeros(2, own.config.latent_channels, side, side)
-    exported = torch.export.export(Decoder(own), (latents,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    torch.export.save(exported, file)
+    latents = torch.zeros(1, own.config.latent_channels, side, side)
+    torch.export.save(torch.export.export(Decoder(own), (latents,)), file)
 
 
 if __name__ == "__main__":

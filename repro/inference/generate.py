@@ -145,7 +145,7 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
 def open_decoder(vae: Path | None, transform: InputSettings, device: torch.device, weights: Path) -> Callable[[Tensor], Tensor]:
     """From samples (B, K, h, w) to uint8 pictures (B, 1 or 3, H, W); see `open_drawer`.
 
-    A decoder takes latents without their scale, (B, K, h, w) fp32, and gives (B, 3, H, W) in [-1, 1].
+    A decoder takes the latents of one picture without their scale, (1, K, h, w) fp32, and gives (1, 3, H, W) in [-1, 1].
     """
     if transform.latents is None:
         if vae is not None:
@@ -157,20 +157,22 @@ def open_decoder(vae: Path | None, transform: InputSettings, device: torch.devic
         raise UserError(f"{vae}: no such VAE file")
     if vae.suffix == ".safetensors":
         raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/generation.md)")
-    side, about = transform.image_size, f"latents of shape {transform.shape}"
-    why = f"not a decoder that takes {about}"
+    side, about = transform.image_size, f"latents of shape {(1, *transform.shape)}"
     try:
         decoder = load_exported(vae, device) if vae.suffix == ".pt2" else load_script(vae, device)
         with torch.inference_mode():
-            for pictures in (1, 2):
-                shape = tuple(decoder(torch.zeros(pictures, *transform.shape, device=device)).shape)
-                if shape != (pictures, 3, side, side):
-                    raise UserError(f"makes {shape} of {pictures} {about}, expected {(pictures, 3, side, side)}")
-                why = f"decodes 1 picture, and not 2; export it for any number of {about}"
+            shape = tuple(decoder(torch.zeros(1, *transform.shape, device=device)).shape)
+        if shape != (1, 3, side, side):
+            raise UserError(f"makes {shape} of {about}, expected {(1, 3, side, side)}")
     except Exception as error:  # whatever another file makes the reader or the module raise
-        why = str(error).splitlines()[0].removeprefix(f"{vae}: ") if isinstance(error, UserError) else why
-        raise UserError(f"--vae {vae}: {why} (docs/generation.md)") from None
-    return lambda latents: to_pictures(decoder(latents / transform.latents.scale))
+        why = str(error).splitlines()[0] if isinstance(error, UserError) else f"not a decoder that takes {about}"
+        raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/generation.md)") from None
+
+    def decode(latents: Tensor) -> Tensor:
+        # one by one: a decoder needs far more memory than a denoiser, and an exported one may bound the size of a batch
+        return torch.cat([to_pictures(decoder(each / transform.latents.scale)) for each in latents.split(1)])
+
+    return decode
 
 
 def find_labels(text: str, classes: Sequence[str]) -> list[int]:

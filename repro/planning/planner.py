@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.config import build, load_yaml
+from ..core.config import BY_HAND, build, load_yaml
 from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
 from ..data.cells import manifest_path
@@ -210,7 +210,7 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     """
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
     results = Results(paths, load_papers().values(), scores)
-    sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name != "runtime"}
+    sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name not in ("runtime", BY_HAND)}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
     trained: set[str] = set()
     rows: list[PlanRow] = []

@@ -11,12 +11,12 @@ from repro.report.results import Results
 from tests.report.conftest import JUDGE, SCORES
 
 PAPER = load_papers()["vit3"]
-SAMPLING = {"sampler": "ddpm", "steps": 50, "guidance": 2.0}
+SHARED = {"judged_samples": 200, "sampling": {"sampler": "ddpm", "steps": 50, "guidance": 2.0}}
 
 
 def train(checkout, name, model, losses, judged=(90.0, 95.0, 100.0), device="cpu", **more):
     runs = [
-        {"seed": seed, "held_out_mse": loss, "judged_percent": share, "real_judged_percent": 97.5, "sampling": SAMPLING}
+        {"seed": seed, "held_out_mse": loss, "judged_percent": share, "real_judged_percent": 97.5} | SHARED
         for seed, (loss, share) in enumerate(zip(losses, judged, strict=False))
     ]
     about = {"by_seed": runs, "held_out_mse": sum(losses) / len(losses), "epochs": 22, "steps": 2200, "batch_size": 32, "image_size": 8}
@@ -46,9 +46,12 @@ def test_without_a_record_the_command_is_named(checkout):
 
 def test_the_table_has_means_and_intervals(three):
     found = blocks(three)
-    assert "digits at 8×8 pixels, 2,200 steps of 32 images, 3 seeds; scored on the 359 images of test." in found
+    assert (
+        "digits at 8×8 pixels, 2,200 steps of 32 images, 3 seeds; scored on the 359 images of test, and by 200 samples of each seed."
+        in found
+    )
     assert "50 steps of DDPM with guidance 2." in found and "nothing here is compared with it" in found
-    shares = "95.0 % [82.6, 100.0] | 97.5 % [97.5, 97.5] | cpu: some processor, 2 threads; run by hand |"  # no share is above 100 %
+    shares = "95.0 % [82.6, 100.0] | 97.5 % | cpu: some processor, 2 threads; run by hand |"  # no share is above 100 %
     assert f"| `dit3_nano_patch1` | 169,681 | 3 | 0.0520 [0.0470, 0.0570] | {shares}" in found
     rows = [line.split("`")[1] for line in found.splitlines() if line.startswith("| `dit")]
     assert rows == ["dit3_nano_patch1", "dit_nano_patch1[cpe=True]", "dit_nano_patch1"]  # by their losses
@@ -93,10 +96,10 @@ def test_samples_stand_beside_each_other_with_links_from_each_page(three):
 
 def test_without_a_judge_there_is_no_share(checkout):
     train(checkout, "dit", "dit_nano_patch1", (0.06,))
-    runs = [{"seed": 0, "held_out_mse": 0.06, "judged_percent": None, "judged_percent_reason": "no judge is named", "sampling": SAMPLING}]
+    runs = [{"seed": 0, "held_out_mse": 0.06, "judged_percent": None, "judged_percent_reason": "no judge is named"} | SHARED]
     checkout.train("measured/cpu/generate/dit", "dit_nano_patch1", "digits", held_out_images=359, by_seed=runs, held_out_mse=0.06,
                    epochs=22, steps=2200, batch_size=32, image_size=8)  # fmt: skip
-    assert "| 0.0600 | – | – |" in blocks(checkout)
+    assert "| 0.0600 | – | – |" in blocks(checkout) and "scored on the 359 images of val." in blocks(checkout)
 
 
 def test_they_are_no_runs_of_the_other_tasks(three):

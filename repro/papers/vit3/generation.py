@@ -32,7 +32,7 @@ def describe_generation(report: Report) -> list[Block]:
         size, sampling = m["image_size"], m["by_seed"][0]["sampling"]
         about = (
             f"Trained on {m['data']} at {size}×{size} pixels, {m['steps']:,} steps of {m['batch_size']} images, {describe_seeds(group)}; scored "
-            f"on the {m['held_out_images']} images of {m['split']}. The samples are of {sampling['steps']} steps of {sampling['sampler'].upper()} "
+            f"on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}. The samples are of {sampling['steps']} steps of {sampling['sampler'].upper()} "
             f"with guidance {sampling['guidance']:g}. The paper trains on ImageNet-1K at 256×256 and prints FID: nothing here is compared with it."
         )
         header = [
@@ -49,8 +49,10 @@ def describe_generation(report: Report) -> list[Block]:
             blocks.append(Bullets(lines))
         blocks += _pictures(group, report)
     text = (
-        "Judged as asked: the share of samples that a classifier of this project takes for the class that they were asked to be; beside it "
-        "the same share of the held-out images themselves, at the size of the samples. In brackets are 95 % intervals of the mean over seeds."
+        "Judged as asked: the share of the samples of a seed that a classifier of this project takes for the class that they were asked to "
+        "be; beside it the same share of the held-out images themselves, at the size of the samples. Guidance makes samples typical of their "
+        "class, so that their share may be above that of real images; it says nothing of their variety. In brackets are 95 % intervals of "
+        "the mean over seeds."
     )
     return [*blocks, (text,)]
 
@@ -68,17 +70,23 @@ def _find_groups(report: Report) -> list[list[Source]]:
     return [sorted(own.values(), key=lambda source: source.metrics[LOSS]) for own in groups.values()]
 
 
+def _count_judged(group: Sequence[Source]) -> str:
+    counts = {run["judged_samples"] for source in group for run in source.metrics["by_seed"] if run.get(JUDGED) is not None}
+    return f", and by {' or '.join(map(str, sorted(counts)))} samples of each seed" if counts else ""
+
+
 def _name(source: Source, report: Report) -> str:
     return report.results.model_key(source.metrics, source.path)
 
 
 def _row(source: Source, report: Report) -> list[Piece | Line]:
     runs: Sequence[Mapping[str, Any]] = source.metrics["by_seed"]
-    judged = [[run[key] for run in runs if run.get(key) is not None] for key in (JUDGED, REAL)]
-    shares = [_format(describe_sample(each), 1, " %", most=100) if each else "–" for each in judged]
+    judged = [run[JUDGED] for run in runs if run.get(JUDGED) is not None]
+    share = _format(describe_sample(judged), 1, " %", most=100) if judged else "–"
+    real = number(f"{runs[0][REAL]:.1f} %") if judged else "–"  # the judge and the images are the same for all seeds
     loss = _format(describe_sample([run[LOSS] for run in runs]), 4)
     counts = number(f"{source.metrics['num_params']:,}"), number(len(runs))
-    return [code(_name(source, report)), *counts, loss, *shares, describe_origin([source], report.named)]
+    return [code(_name(source, report)), *counts, loss, share, real, describe_origin([source], report.named)]
 
 
 def _format(sample: Sample, places: int, unit: str = "", most: float | None = None) -> Piece:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 from torchvision import transforms
+from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from ...core.errors import UserError
@@ -70,6 +70,8 @@ def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
     shown = (
         pictures.cpu() if times == 1 else F.interpolate(pictures.cpu().float(), scale_factor=times, mode="bicubic").round().clamp(0, 255)
     )
-    grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=GAP_PX, pad_value=255)
+    grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=GAP_PX, pad_value=255)[
+        : pictures.shape[1]
+    ]  # it makes grey three channels
     with atomic(path) as temporary:
-        Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, "PNG")
+        to_pil_image(grid).save(temporary, "PNG")
