@@ -64,7 +64,7 @@ measure-cpu: setup
 		'baselines --cell mambavision_nano_digits' 'detect --cell hvit3_nano_scenes' 'detect --cell vmamba_nano_scenes' \
 		'segment --cell hvit3_nano_scenes' 'segment --cell vmamba_nano_scenes' \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL'
-	$(REPRO) ablate --paper vit3 --all --data digits --seeds 3 --jobs $(JOBS) --no-speed
+	$(REPRO) ablate --paper vit3 --all --data digits --seeds 5 --jobs $(JOBS) --no-speed
 	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
 	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3
