@@ -397,7 +397,7 @@ def test_the_orders_are_those_of_the_tables():
 def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name):
     params = vary_recipe(load_grid("vit3"), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
     model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
-    assert (params.data, params.epochs, params.evaluate_every) == ("digits", 16, 2) and model.grid_size == (8, 8)
+    assert (params.data, params.epochs, params.evaluate_every) == ("digits", 30, 2) and model.grid_size == (8, 8)
 
 
 def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
