@@ -1,8 +1,8 @@
 """`macs_g_fvcore`: multiply-adds as fvcore counts them, by which ViT³ prints the FLOPs of its own models.
 
 fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or GroupNorm with a
-learned scale and 4 in one without, 2 in a BatchNorm at inference (1 without a scale), 4 at the output of a bilinear interpolation and
-1 of a nearest one. A gradient inside the forward pass is a product or a convolution here; fvcore sees it where it is written as one.
+learned scale and 4 in one without, as in the keys' instance norm of T5, 2 in a BatchNorm at inference (1 without a scale), 4 at the
+output of a bilinear interpolation and 1 of a nearest one. A gradient inside the forward pass is a product or a convolution here; fvcore sees it where it is written as one.
 Operators of our own, such as the selective scan, enter by our formulas. VMamba's authors gave fvcore handlers for theirs: that count is
 the model's `paper_mac_terms`.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..models.dit import Denoiser
+from ..models.t5 import KeyNorm
 from . import build
 from .flops import OperatorCounter, cost
 
@@ -39,8 +40,17 @@ def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[st
         inputs = torch.empty(1, model.in_channels, *image_size, device=device), numbers, numbers
     else:
         inputs = (torch.empty(1, 3, *image_size, device=device),)
-    with torch.no_grad(), _ExtrasCounter() as counter:
+    counter = _ExtrasCounter()
+
+    def count_keys(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        if module.kind == "instance":  # written out here, and as one operator in the release
+            counter.extras["norms"] += 4 * out.numel()
+
+    hooks = [module.register_forward_hook(count_keys) for module in model.modules() if isinstance(module, KeyNorm)]
+    with torch.no_grad(), counter:
         model(*inputs)
+    for hook in hooks:
+        hook.remove()
     return counter.extras
 
 

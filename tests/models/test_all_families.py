@@ -13,8 +13,10 @@ from repro.models.hierarchy import Hierarchy
 from tests.models.helpers import HIERARCHICAL, nano, nano_name, shaken
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
-OWN = "vittt", "vim", "vrwkv", "vit3", "study"
+OWN = "vittt", "vim", "vrwkv", "vit3", "study", "t5"
 OWN_SIZES = dict.fromkeys(OWN, SIZES) | {"study": ("small_patch16_224", "nano_patch4_32", "nano_patch16_144")}
+T5_SHELLS = (*SIZES, "vit_base_patch16_224", "vit_large_patch16_224", "nano_patch4_32", "deep_patch4_32")
+OWN_SIZES |= {"t5": (*T5_SHELLS, *(f"softmax_{shell}" for shell in T5_SHELLS))}
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
 PLAIN_VARIANTS = [
@@ -26,6 +28,9 @@ PLAIN_VARIANTS = [
     ("vrwkv", {"post_norm": True}),
     ("study", {"positions": "table", "inner_model": "dwconv", "inner_loss": "mse", "inner_rate": "dynamic"}),
     ("study", {"positions": "table", "mixer": "softmax"}),
+    ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}),
+    ("t5", {"inner": "projqk", "key_norm": "rms", "dwc": "v"}),
+    ("t5", {"inner": "3layer", "key_norm": "layer", "dwc": "cpe", "neighbours": 3, "layer_scale": True}),
 ]
 VARIANTS = [*PLAIN_VARIANTS, *((family, {}) for family in HIERARCHICAL)]
 
@@ -138,7 +143,7 @@ def test_the_head_of_a_hierarchy_is_replaced(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study")), *((f, "chunks") for f in OWN)]
+    ("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study", "t5")), *((f, "chunks") for f in OWN)]
 )
 def test_an_option_that_changes_nothing_is_refused(family, option):
     with pytest.raises(TypeError, match=f"argument '{option}'"):

@@ -1,0 +1,38 @@
+"""Neighbourhood attention: softmax attention of each token to a square window of tokens around it, at a cost linear in the tokens."""
+
+import torch
+from torch import Tensor
+
+from .backbone import Grid
+
+
+def attend_to_neighbours(q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: int) -> Tensor:
+    """Softmax attention of every query to the keys in a window, with scores ⟨q, k⟩·d^-½ and no bias for positions.
+
+    At a border the window moves inwards, so that every query has window² keys; a grid narrower than the window bounds it. Time and
+    memory are O(N·window²).
+
+    Args:
+        q, k, v: (B, h, N, d), row-major on the (rows, columns) grid.
+        grid: rows and columns, whose product is N.
+        window: its side in tokens, an odd number.
+
+    Returns:
+        (B, h, N, d), in the dtype of v.
+    """
+    index = find_neighbours(grid, window, q.device)
+    keys, values = (each.index_select(2, index.flatten()).unflatten(2, index.shape) for each in (k, v))  # (B, h, N, window², d)
+    scores = (keys @ q.unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1).to(v.dtype).unsqueeze(-2) @ values).squeeze(-2)
+
+
+def find_neighbours(grid: Grid, window: int, device: torch.device | None = None) -> Tensor:
+    """The numbers of the tokens in each token's window, row by row: (N, window²), or fewer columns on a narrower grid."""
+    rows, columns = (_find_neighbours_of_axis(length, min(window, length), device) for length in grid)
+    return (rows[:, None, :, None] * grid[1] + columns[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
+def _find_neighbours_of_axis(length: int, window: int, device: torch.device | None) -> Tensor:
+    """(length, window): the first one of token i is i - window // 2, moved into the axis."""
+    first = (torch.arange(length, device=device) - window // 2).clamp(0, length - window)
+    return first[:, None] + torch.arange(window, device=device)

@@ -1,0 +1,269 @@
+"""T5: the tensors of the official release, printed counts, and what its switches do."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from timm import create_model
+
+from repro.measure.build import create
+from repro.measure.flops import cost, counted_macs
+from repro.measure.fvcore import fvcore_terms
+from repro.models.inner import InnerLoop, learn
+from repro.models.neighbours import attend_to_neighbours, find_neighbours
+from repro.models.t5 import CHOICES, LOOPS, T5, KeyNorm, Mixer, attend_linearly, official_state_dict
+from tests.models.helpers import load_official, nano, relative, shaken
+
+TINY = "t5_tiny_patch16_224"
+INNERS = ("linear", "projqk", "gate", "2layer", "3layer", "swiglu")
+BLOCKS = {
+    "swiglu_kin_dwcqk": {"inner": "swiglu", "dwc": "qk"},
+    "two_layer_kin": {"inner": "2layer"},
+    "dit5_two_layer_mse_kin_dwcqk": {"inner": "2layer", "dwc": "qk", "loop": InnerLoop(loss="mse")},
+    "dit5_mixed_nat5": {"inner": "2layer", "dwc": "qk", "loop": InnerLoop(loss="mse"), "affine": True, "neighbours": 5},
+}
+# inner, key norm, convolution, window -> parameters of the whole model in the paper's shell, and its printed FLOPs in G
+ROWS = [
+    ("softmax", "none", "none", 0, 5_717_032, 1.25),
+    ("linear", "none", "none", 0, 5_717_032, 1.13),
+    ("projqk", "none", "none", 0, 6_011_944, 1.19),
+    ("gate", "instance", "none", 0, 6_011_944, 1.25),
+    ("2layer", "instance", "none", 0, 6_011_944, 1.25),
+    ("3layer", "instance", "none", 0, 6_159_400, 1.37),
+    ("swiglu", "instance", "none", 0, 6_159_400, 1.34),
+    ("swiglu", "instance", "cpe", 0, 6_182_440, 1.34),
+    ("swiglu", "instance", "v", 0, 6_182_440, 1.34),
+    ("swiglu", "instance", "qk", 0, 6_205_480, 1.34),
+]
+
+
+def read(prefix: str) -> dict[str, torch.Tensor]:
+    with np.load(Path(__file__).parents[1] / "data" / "t5.npz") as file:
+        return {
+            key.removeprefix(f"{prefix}/"): torch.from_numpy(file[key])
+            for key in file.files
+            if key.startswith(f"{prefix}/") and file[key].dtype.kind != "U"
+        }
+
+
+def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(f"{prefix}/"): value for key, value in tensors.items() if key.startswith(f"{prefix}/")}
+
+
+def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a block of the release, or gradients of them, under the names of `Mixer`."""
+    renamed = official_state_dict({f"blocks.0.attn.{key}": value for key, value in official.items() if "_ttt" not in key})
+    renamed = {key.removeprefix("blocks.0.attn."): value for key, value in renamed.items()}
+    if "qk_scale_ttt" in official and "qk_offset_ttt" in official:  # each (1, 1, C, 2)
+        both = torch.stack([official[name][0, 0] for name in ("qk_scale_ttt", "qk_offset_ttt")], dim=-1)
+        renamed["affine"] = both.transpose(0, 1)
+    return renamed
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_the_release(name):
+    truth = read(name)
+    mixer = Mixer(int(truth["dim"]), int(truth["num_heads"]), **BLOCKS[name])
+    mixer.load_state_dict(ours(part(truth, "state_dict")))
+    x = truth["x"].requires_grad_()
+    out = mixer(x, (6, 6))
+    out.backward(truth["cot"])
+    assert relative(out, truth["out"]) < 1e-5
+    assert relative(x.grad, truth["grad_x"]) < 1e-4
+    gradients = part(truth, "grads")
+    if (scale := gradients.pop("qk_scale_ttt", None)) is not None:
+        assert relative(mixer.affine.grad[..., 0].T, scale[0, 0]) < 1e-4
+    found = dict(mixer.named_parameters())
+    for key, value in ours(gradients).items():
+        assert relative(found[key].grad, value) < 1e-4, key
+
+
+@pytest.mark.parametrize(
+    ("inner", "name"), {"gate": "one_layer_gate", "2layer": "two_layer", "3layer": "three_layer", "swiglu": "swiglu"}.items()
+)
+def test_formulas(inner, name):
+    truth = read("formula")
+    q, k, v = (truth[key] for key in "qkv")
+    weights = [value[0] for key, value in sorted(part(truth, f"{name}/w").items())]
+    assert LOOPS[inner].scale is None and float(truth["scale"]) == pytest.approx(q.shape[-1] ** -0.5, rel=1e-12)
+    assert relative(learn(LOOPS[inner], weights, q, k, v, (5, 5)), truth[f"{name}/out"]) < 1e-12
+
+
+def test_a_converted_model_of_the_release():
+    truth = read("conversion")
+    shape = {key: int(value) for key, value in part(truth, "config").items() if value.numel() == 1}
+    teacher, student = T5(**shape, inner="softmax", key_norm="none", dwc="none").eval(), T5(**shape).eval()
+    load_official(teacher, part(truth, "teacher_state_dict"))
+    load_official(student, part(truth, "teacher_state_dict") | part(truth, "new_parameters"))
+    with torch.no_grad():
+        assert relative(teacher(truth["x"]), truth["teacher_logits"]) < 1e-5
+        assert relative(student(truth["x"]), truth["logits"]) < 1e-5
+    assert student.new_parameters() == set(official_state_dict(part(truth, "new_parameters")))
+
+
+@pytest.mark.parametrize(
+    ("inner", "key_norm", "dwc", "window", "params", "printed"), ROWS, ids=["-".join(map(str, row[:4])) for row in ROWS]
+)
+def test_counts_are_those_that_the_paper_prints(inner, key_norm, dwc, window, params, printed):
+    options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": window}
+    counted = cost(TINY, options, (224, 224))
+    assert counted.method == "analytic" and counted.num_params == params
+    model = create(TINY, options, (224, 224), fused=False, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == params
+    assert counted_macs(model, (224, 224)) == counted.macs
+    assert abs(sum(fvcore_terms(TINY, options, (224, 224)).values()) / 1e9 - printed) < 0.0061
+
+
+@pytest.mark.parametrize(("size", "params"), {"small": 23_026_792, "base": 79_270_376}.items())
+def test_parameters_of_the_sizes_of_the_release(size, params):
+    assert cost(f"t5_{size}_patch16_224", {}, (224, 224)).num_params == params
+
+
+def test_multiply_adds_of_the_release_by_hand():
+    """T5-T, and with two layers, as the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the keys' norm."""
+    assert sum(fvcore_terms(TINY, {}, (224, 224)).values()) == pytest.approx(1.3443e9, rel=1e-4)
+    assert sum(fvcore_terms(TINY, {"inner": "2layer", "dwc": "none"}, (224, 224)).values()) == pytest.approx(1.2495e9, rel=1e-4)
+    assert cost(TINY, {"neighbours": 5}, (224, 224)).macs - cost(TINY, {}, (224, 224)).macs == 12 * 196 * 2 * 25 * 192
+
+
+@pytest.mark.parametrize("kind", CHOICES["key_norm"])
+def test_key_norms_by_their_definitions(kind):
+    k = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 3
+    centred, deviation = k - k.mean(1, keepdim=True), (k.var(1, correction=0, keepdim=True) + 1).sqrt()
+    expected = {
+        "none": k,
+        "instance": F.instance_norm(k.mT, eps=1.0).mT,
+        "no_std": centred,
+        "no_mean": k / deviation,
+        "layer": F.layer_norm(k, (6,), eps=1e-6),
+        "rms": k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
+    }
+    assert relative(KeyNorm(kind)(k), expected[kind]) < 1e-12
+    shifted = KeyNorm(kind)(k + torch.arange(6.0))
+    assert torch.allclose(shifted, KeyNorm(kind)(k)) == (kind in ("instance", "no_std"))
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_linear_attention_is_a_weighted_mean(projected):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 5, 4, generator=generator, dtype=torch.float64)
+    weights = list(torch.randn(2, 3, 4, 4, generator=generator, dtype=torch.float64)) if projected else []
+    found = attend_linearly(q, k, v, weights)
+    if projected:
+        k, q = torch.einsum("bhnd,hde->bhne", k, weights[0]), torch.einsum("bhnd,hde->bhne", q, weights[1])
+    scores = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    assert relative(found, scores / scores.sum(-1, keepdim=True) @ v) < 1e-6  # the sum is kept from zero by 1e-6
+
+
+@pytest.mark.parametrize(("grid", "window"), [((6, 6), 5), ((4, 9), 3), ((3, 8), 5), ((1, 1), 3), ((2, 1), 5)])
+def test_neighbourhood_attention_by_loops(grid, window):
+    """Each query's window moves inwards at a border, and has the grid's width where that is smaller."""
+    rows, columns = grid
+    q, k, v = torch.randn(3, 2, 2, rows * columns, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = torch.zeros_like(v)
+    for i in range(rows):
+        for j in range(columns):
+            top, left = (max(0, min(p - window // 2, n - window)) for p, n in ((i, rows), (j, columns)))
+            near = [y * columns + x for y in range(top, min(top + window, rows)) for x in range(left, min(left + window, columns))]
+            assert find_neighbours(grid, window)[i * columns + j].tolist() == near
+            query = q[:, :, i * columns + j, None]
+            expected[:, :, i * columns + j] = ((query @ k[:, :, near].mT / 2).softmax(-1) @ v[:, :, near])[:, :, 0]
+    assert relative(attend_to_neighbours(q, k, v, grid, window), expected) < 1e-12
+
+
+def test_a_window_over_the_whole_grid_is_softmax_attention():
+    q, k, v = torch.randn(3, 2, 2, 25, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert relative(attend_to_neighbours(q, k, v, (5, 5), 5), F.scaled_dot_product_attention(q, k, v)) < 1e-12
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_constant_added_to_the_keys_changes_nothing_behind_their_norm(inner):
+    """As in softmax attention: a key's bias cancels behind an instance norm, and does not without it."""
+    x = torch.randn(2, 81, 64, generator=torch.Generator().manual_seed(0))
+    for key_norm, same in (("instance", True), ("none", False)):
+        torch.manual_seed(0)
+        mixer = Mixer(64, 2, inner, key_norm)
+        mixer.init_weights()
+        shaken(mixer)
+        before = mixer(x, (9, 9))
+        with torch.no_grad():
+            mixer.qkv.bias[64:128] += torch.linspace(-2, 2, 64)
+        assert (relative(mixer(x, (9, 9)), before) < 1e-4) == same
+
+
+@pytest.mark.parametrize("dwc", ["none", "v", "qk"])
+def test_neighbours_see_what_is_projected(dwc):
+    """Half of the output is neighbourhood attention of q, k and v before norm and convolutions."""
+    torch.manual_seed(0)
+    mixed, alone = Mixer(24, 2, "gate", "instance", dwc, 3), Mixer(24, 2, "gate", "instance", dwc)
+    mixed.init_weights()
+    shaken(mixed)
+    alone.load_state_dict(mixed.state_dict())
+    x = torch.randn(1, 20, 24)
+    q, k, v = mixed.qkv(x).view(1, 20, 3, 2, 12).permute(2, 0, 3, 1, 4)
+    near = attend_to_neighbours(q, k, v, (4, 5), 3).transpose(1, 2).flatten(2)
+    raw = mixed.mix(*mixed.qkv(x).chunk(3, -1), (4, 5))
+    assert relative(raw, 0.5 * alone.mix(*mixed.qkv(x).chunk(3, -1), (4, 5)) + 0.5 * near) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inner": "softmax", "key_norm": "none", "dwc": "none"},
+        {"inner": "projqk", "dwc": "cpe", "layer_scale": True},
+        {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0},
+    ],
+)
+@pytest.mark.parametrize("size", [(144, 144), (16, 80)])
+def test_closed_form_equals_the_operators(options, size):
+    name = "t5_nano_patch16_144"
+    counted = cost(name, options, size)
+    model = create(name, options, size, fused=False, device="meta")
+    assert counted.num_params == sum(p.numel() for p in model.parameters()) and counted_macs(model, size) == counted.macs
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"inner": "3layers"}, "inner '3layers': not known; did you mean '3layer'?"),
+        ({"key_norm": "kin"}, "key_norm 'kin': not known"),
+        ({"dwc": "k"}, "dwc 'k': not known"),
+        ({"neighbours": 4}, "neighbours 4: expected an odd side of a window, or 0 for none"),
+        (
+            {"inner": "softmax"},
+            "inner softmax: attends as the pretrained model does; it goes with key_norm none, dwc none and neighbours 0",
+        ),
+        ({"num_heads": 5}, "embed_dim 64 is not a multiple of num_heads 5"),
+    ],
+)
+def test_wrong_options_are_one_line(options, error):
+    with pytest.raises(ValueError) as found:
+        create_model("t5_nano_patch16_144", **options)
+    assert str(found.value).startswith(error)
+
+
+def test_the_softmax_twin_is_timms_vit_without_its_class_token():
+    ours = shaken(nano("t5", inner="softmax", key_norm="none", dwc="none"))
+    timms = create_model(
+        "vit_tiny_patch16_224",
+        img_size=144,
+        embed_dim=64,
+        depth=4,
+        num_heads=2,
+        num_classes=10,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,
+    ).eval()
+    state = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in ours.state_dict().items()}
+    timms.load_state_dict(state)
+    x = torch.randn(2, 3, 144, 144)
+    assert relative(ours(x), timms(x)) < 1e-5
+
+
+def test_only_what_a_softmax_model_lacks_is_new():
+    student, twin = nano("t5", dwc="cpe", neighbours=3), nano("t5", inner="softmax", key_norm="none", dwc="none")
+    names = [{name for name, _ in model.named_parameters()} for model in (student, twin)]
+    assert student.new_parameters() == names[0] - names[1] and names[1] < names[0]
