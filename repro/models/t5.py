@@ -310,7 +310,8 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[0] if value.ndim == 4 and value.shape[0] == 1 and ".attn.w" in key else value for key, value in renamed.items()}
 
 
-_SHELLS = {
+# the arguments of each size, of the students and of the softmax models
+SHELLS: dict[str, dict[str, Any]] = {
     "tiny_patch16_224": {"embed_dim": 192, "num_heads": 3},
     "small_patch16_224": {"embed_dim": 384, "num_heads": 6},
     "base_patch16_224": {"embed_dim": 512, "depth": 24, "num_heads": 8},  # the release's; ViT-B is the next
@@ -327,6 +328,6 @@ _SOFTMAX = {"inner": "softmax", "key_norm": "none", "dwc": "none"}
 
 register_sizes(
     T5,
-    {f"t5_{name}": shell for name, shell in _SHELLS.items()}
-    | {f"t5_softmax_{name}": {**shell, **_SOFTMAX} for name, shell in _SHELLS.items()},
+    {f"t5_{name}": shell for name, shell in SHELLS.items()}
+    | {f"t5_softmax_{name}": {**shell, **_SOFTMAX} for name, shell in SHELLS.items()},
 )

@@ -15,6 +15,7 @@ from ..data.kinds import PrepareData
 from ..data.manifest import read_manifest
 from ..tasks.classification.params import ClassifierParams
 from ..tasks.classification.spec import SPEC
+from ..tasks.spec import TaskSpec
 from ..training.grid import Variant, train_grid, train_one
 from ..training.job import Cell
 from . import find_rooms
@@ -27,12 +28,15 @@ class Grid:
     Args:
         stage: its name.
         variants: name -> the options of the model that it changes.
-        family: of the models whose recipe they share: that of the first one in `pretrain`.
+        family: of the models whose recipe they share: that of the first one in `section`.
         model: what the model without changes is called.
         describe: how the recipe is described, see `repro.training.cells.train_cells`.
-        recipe: the recipe where `pretrain` has no model of the family; None where it must have one.
+        recipe: the recipe where `section` has no model of the family; None where it must have one.
         folder: where the results go, below results/measured/<device>/.
         flags: of the command line, with which the stage trains these variants.
+        section: of params.yaml, in which the recipe stands.
+        spec: the task of the variants.
+        adapt: (recipe, name of a variant) -> the recipe with what a variant changes beside options; None changes nothing.
     """
 
     stage: str
@@ -43,6 +47,9 @@ class Grid:
     recipe: ClassifierParams | None = None
     folder: str
     flags: tuple[str, ...] = ()
+    section: str = "pretrain"
+    spec: TaskSpec = SPEC
+    adapt: Callable[[Any, str], Any] | None = None
 
 
 def load_grid(paper: str) -> Grid:
@@ -89,7 +96,7 @@ def build_variant(grid: Grid, name: str, paths: Paths, *, data: str | None, seed
     folder = paths.measured(device_slug(choose_device(runtime.device))) / grid.folder / params.data / name
     shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": grid.describe}
     places = [*grid.folder.split("/")[1:], params.data, name]  # two rooms may have variants of one name
-    cell = Cell(stage=grid.stage, name="_".join(places), params=params, spec=SPEC, **shared)
+    cell = Cell(stage=grid.stage, name="_".join(places), params=params, spec=grid.spec, **shared)
     changes = ", ".join(f"{key} {value}" for key, value in grid.variants[name].items()) or f"{grid.model} itself"
     options = {"--variant": name, "--data": params.data, "--seeds": seeds, "--epochs": params.epochs}
     arguments = (*grid.flags, *(str(part) for pair in options.items() for part in pair), "--no-speed")
@@ -107,10 +114,10 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
     """
     if name not in grid.variants:
         raise UserError(f"{grid.stage}: --variant {name}: not known{did_you_mean(name, grid.variants)}")
-    every = [load_section(ClassifierParams, paths.params, "pretrain", cell) for cell in section_keys(paths.params, "pretrain")]
+    every = [load_section(grid.spec.params, paths.params, grid.section, cell) for cell in section_keys(paths.params, grid.section)]
     ours = [params for params in every if params.model.startswith(f"{grid.family}_")] or ([grid.recipe] if grid.recipe else [])
     if not ours:
-        raise UserError(f"{paths.params}: pretrain: has no cell with a {grid.model}, whose recipe the variants need; add one")
+        raise UserError(f"{paths.params}: {grid.section}: has no cell with a {grid.model}, whose recipe the variants need; add one")
     data = data or ours[0].data
     if data not in (known := section_keys(paths.params, "prepare_data")):
         raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{did_you_mean(data, known)}")
@@ -122,5 +129,7 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
             unchanged["image_size"] = written.image_size
         transform = dataclasses.replace(ours[0].transform, **unchanged)
         recipe = dataclasses.replace(ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0))
+    if grid.adapt is not None:
+        recipe = grid.adapt(recipe, name)
     options, length = {**recipe.options, **grid.variants[name]}, epochs or recipe.epochs
     return dataclasses.replace(recipe, data=data, options=options, seeds=seeds, epochs=length, snapshot_epochs=())

@@ -30,7 +30,7 @@ def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
 
 
 def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """Charge `pretrain`, `baselines` or `ablate`: one training for each seed.
+    """Charge `pretrain`, `baselines`, `linearize` or `ablate`: one training for each seed.
 
     The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is one, the moving
     average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in addition there are one state

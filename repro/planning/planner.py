@@ -16,7 +16,7 @@ from ..papers import load_papers, load_primary
 from ..report.demands import Measurement, demands
 from ..report.results import Results
 
-CLASSIFIERS = ("pretrain", "baselines", "ablate")  # the stages that train classifiers, all of them alike
+CLASSIFIERS = ("pretrain", "baselines", "linearize", "ablate")  # the stages that train classifiers, all of them alike
 PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
 FLOPS_PER_MAC = 2
 

@@ -14,11 +14,13 @@ class Training:
         image_size: side of the images in pixels.
         epochs: how many.
         mesa: whether the moving average of the weights taught the model (MESA).
+        frozen: whether only the new parameters of a linearised model learnt.
     """
 
     image_size: int | None = None
     epochs: int | None = None
     mesa: bool | None = None
+    frozen: bool | None = None
 
     @classmethod
     def parse(cls, asked: Sequence[int | str]) -> Self:
@@ -31,19 +33,23 @@ class Training:
                 found["epochs"] = int(match[1])
             elif each in ("MESA", "no MESA"):
                 found["mesa"] = each == "MESA"
+            elif each in ("frozen", "fine-tuned"):
+                found["frozen"] = each == "frozen"
             else:
-                raise ValueError(f"{each!r}: no training; write a side in pixels, `36 epochs`, `MESA` or `no MESA`")
+                raise ValueError(f"{each!r}: no training; write a side in pixels, `36 epochs`, `MESA`, `no MESA`, `frozen` or `fine-tuned`")
         return cls(**found)
 
     @property
     def is_of_recipe(self) -> bool:
         """Whether more is asked than an evaluation of a file of weights can say."""
-        return self.epochs is not None or self.mesa is not None
+        return any(each is not None for each in (self.epochs, self.mesa, self.frozen))
 
     def fits(self, about: Mapping[str, Any]) -> bool:
         """Whether a record of trainings, or a cell of a params file, is of such a training; either has `mesa` only where it was used."""
         if self.epochs is not None and about.get("epochs") != self.epochs:
             return False
         if self.mesa is not None and bool(about.get("mesa")) != self.mesa:
+            return False
+        if self.frozen is not None and (about.get("convert") or {}).get("freeze") is not self.frozen:
             return False
         return self.image_size is None or about.get("image_size", self.image_size) == self.image_size

@@ -73,14 +73,22 @@ def train_cells(
             params = dataclasses.replace(params, seeds=tuple(range(seeds)))
         shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
         cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
+    changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
+    changes += ["--seeds", str(seeds)] if seeds else []
+    return run_cells(cells, gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
+
+
+def run_cells(cells: Sequence[Cell], gpus: int | None, arguments: Sequence[str]) -> list[Cell]:
+    """Train cells here or, with `gpus`, in processes of torchrun, each of which runs `repro` with these arguments.
+
+    Returns and raises as `train_cells`.
+    """
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for each in cells:
             check_before_launch(each, gpus)
-        changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
-        changes += ["--seeds", str(seeds)] if seeds else []
-        launch(gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
+        launch(gpus, list(arguments))
         return []
-    with joined(device.type) as ranks:
+    with joined(choose_device(cells[0].runtime.device).type) as ranks:
         cells = [dataclasses.replace(each, ranks=ranks) for each in cells]
         for each in cells:
             train_cell(each)
@@ -267,8 +275,9 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
-    if (mesa := getattr(params, "mesa", None)) is not None:  # a record without it is of a training without it
-        metrics["mesa"] = dataclasses.asdict(mesa)
+    for part in ("mesa", "convert"):  # a record without it is of a training without it
+        if (value := getattr(params, part, None)) is not None:
+            metrics[part] = dataclasses.asdict(value)
     for name in first:
         scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
         if scored and all(isinstance(record.get(name), int | float) for record in records):

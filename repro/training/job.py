@@ -193,9 +193,9 @@ def run_job(job: Job) -> Outcome | None:
     cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
     try:
         done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
+        summary = cell.spec.summarise(task, done.scores)
     finally:
         job.close()
-    summary = cell.spec.summarise(task, done.scores)
     if (name := "unreadable_images") in summary:  # each rank counts its own
         summary[name] = int(ranks.sum([summary[name]])[0])
     if not ranks.first:

@@ -20,7 +20,7 @@ from ..core.ui import Progress
 from .checkpoint import Checkpointer, rng_state, set_rng_state
 from .guard import dump_bad_step
 from .optim import build_optimizer, build_schedule
-from .params import TrainParams
+from .params import OptimParams, TrainParams
 from .watch import Watch, format_window
 
 LOSS_SCALE = 512.0  # at the start of fp16, mmsegmentation's; it doubles every 2,000 good steps
@@ -63,6 +63,10 @@ class Task(abc.ABC):
     def describe(self, epoch: int, number: int) -> list[str]:
         """The files of a batch."""
         return self.train.files(epoch, number)
+
+    def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
+        """The optimiser of the model."""
+        return build_optimizer(self.model, params, self.batch_size)
 
     @abc.abstractmethod
     def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -182,7 +186,7 @@ class TrainingState:
 
     def __init__(self, task: Task, params: TrainParams, accumulate: int):
         self.model = self.network = self.evaluated = task.model
-        self.optimizer = build_optimizer(task.model, params.optim, task.batch_size)
+        self.optimizer = task.build_optimizer(params.optim)
         if task.ranks.world_size > 1:
             own = [task.device.index] if task.device.type == "cuda" else None
             # buffers, such as a frozen W0, never change

@@ -1,9 +1,10 @@
 """Optimiser and learning-rate schedule: timm's AdamW and LAMB, layer-wise decay and cosine, and the two schedules of the dense tasks."""
 
 from bisect import bisect_right
+from collections.abc import Set
 
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
@@ -11,19 +12,41 @@ from torch import nn
 from .params import OptimParams
 
 
-def build_optimizer(model: nn.Module, params: OptimParams, batch_size: int) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, params: OptimParams, batch_size: int, *, new: Set[str] = frozenset(), new_factor: float = 1.0, decay_all: bool = False
+) -> torch.optim.Optimizer:
     """AdamW or LAMB with timm's weight-decay rule and, where asked, its layer-wise rates by the model's `group_matcher`.
 
-    The groups are checked to hold every trainable parameter exactly once.
+    Where a model is converted, the parameters named in `new` have `new_factor` times the rate, and with `decay_all` no parameter is
+    exempt from the weight decay; there are no layer-wise rates then. The groups are checked to hold every trainable parameter exactly once.
     """
     rate, averages = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
     decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
-    optimizer = create_optimizer_v2(model, opt=params.optimizer, lr=rate, **averages, **decays)
+    trained = model
+    if new_factor != 1 or decay_all:
+        trained, decays = _group(model, params.weight_decay, new, new_factor, decay_all), {"weight_decay": params.weight_decay}
+    optimizer = create_optimizer_v2(trained, opt=params.optimizer, lr=rate, **averages, **decays)
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if len(grouped) != len(trainable) or set(grouped) != trainable:
         raise RuntimeError("the optimiser's groups do not partition the trainable parameters")
     return optimizer
+
+
+def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: float, decay_all: bool) -> list[dict]:
+    """Groups by timm's rule of weight decay, each cut into what is inherited and what is new; the schedule multiplies by `lr_scale`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if decay_all:
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+    else:
+        groups = param_groups_weight_decay(model, weight_decay, model.no_weight_decay() if hasattr(model, "no_weight_decay") else ())
+    cut = []
+    for group in groups:
+        for is_new in (False, True):
+            chosen = [p for p in group["params"] if (names[id(p)] in new) == is_new]
+            if chosen:
+                cut.append({**group, "params": chosen, "lr_scale": new_factor if is_new else 1.0})
+    return cut
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int) -> Scheduler:

@@ -1,0 +1,193 @@
+"""From a pretrained softmax ViT to a student with a mixer of linear cost: which student fits it, and what the student inherits.
+
+`read_shell` finds in a ViT of timm, or in a `t5_softmax_*` of ours, what the student (`repro.models.t5.T5`) keeps: patches, positions,
+projections, MLPs, norms and head. What the student has no place for, such as a class token, is left behind, and said so.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from timm.layers import LayerScale, Mlp, PatchEmbed
+from timm.models.vision_transformer import Attention, VisionTransformer
+from timm.models.vision_transformer import Block as TimmBlock
+from torch import Tensor, nn
+
+from ..core.errors import UserError
+from .backbone import Grid, rename_prefixes, resample_positions
+from .t5 import SHELLS, T5
+from .weights import load_state
+
+CLASS_TOKEN = "left behind: the student averages the patches"
+REGISTERS = "left behind: the student has no registers"
+SECOND_HEAD = "left behind: the head of the distillation token"
+PARTLY = "used, without the rows of the tokens that are no patches"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shell:
+    """What a student takes over of a softmax ViT.
+
+    Args:
+        options: the arguments with which a `T5` has the same shell.
+        state: the tensors under the names of `T5`; positions without rows of class tokens and registers.
+        grid: the patches for which the positions are.
+        fates: for every key of the ViT what becomes of it, as `repro.models.weights.load_state` reports it.
+        num_classes: outputs of the head; 0 without one.
+    """
+
+    options: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    grid: Grid
+    fates: Mapping[str, str]
+    num_classes: int
+
+
+def read_shell(model: nn.Module, where: str) -> Shell:
+    """The shell of a softmax ViT with its weights.
+
+    Args:
+        model: a `VisionTransformer` of timm, DeiT included, or a `T5` with `inner="softmax"`.
+        where: how errors name it.
+
+    Raises:
+        UserError: another kind of model, or a ViT with a part that no student has: a norm of queries and keys, gated attention, and so on.
+    """
+    if isinstance(model, T5):
+        return _read_t5(model, where)
+    if not isinstance(model, VisionTransformer):
+        raise UserError(f"{where}: is a {type(model).__name__}; expected a ViT or DeiT of timm, or a t5_softmax model")
+    if (why := _find_obstacle(model)) is not None:
+        raise UserError(f"{where}: {why}, which no linearised model has")
+    return _read_timm(model)
+
+
+def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
+    """The registered T5 of a shell, and the options that the name does not say; without the image size and the number of classes."""
+    asked = {key: value for key, value in shell.options.items() if key != "img_size"}
+    defaults = {"patch_size": 16, "depth": 12, "mlp_ratio": 4.0, "layer_scale": False, "norm_eps": 1e-6, "in_chans": 3}
+    best: tuple[str, dict[str, Any]] | None = None
+    for name, built in SHELLS.items():
+        left = {key: value for key, value in asked.items() if (defaults | built)[key] != value}
+        if best is None or len(left) < len(best[1]):
+            best = f"t5_{name}", left
+    return best
+
+
+def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
+    """Fill a freshly built student with what it inherits, bit for bit; positions are resampled where its grid is another.
+
+    The head is inherited where both have as many classes.
+
+    Returns:
+        What became of every key of the pretrained model, and `expected: new` for the keys that are the student's own.
+
+    Raises:
+        UserError: a shell that does not fit; the student is then unchanged.
+    """
+    state, fates, new = dict(shell.state), dict(shell.fates), student.new_parameters()
+    if shell.num_classes != student.num_classes:
+        new |= {key for key in student.state_dict() if key.startswith("head.")}
+        for key in [key for key in state if key.startswith("head.")]:
+            del state[key]
+        fates |= {key: "left behind: other classes" for key, fate in fates.items() if key.startswith("head.") and fate == "used"}
+    state["pos_embed"] = resample_positions(state["pos_embed"], shell.grid, student.grid_size)
+    load_state(student, state, f"{where}: does not fit the student", new=lambda key: key in new)
+    return fates | {key: "expected: new" for key in student.state_dict() if key in new}
+
+
+def freeze_inherited(student: T5, shell: Shell) -> None:
+    """Switch off the gradients of everything that is inherited; a new head learns.
+
+    Raises:
+        ValueError: then nothing is left that learns.
+    """
+    new = student.new_parameters()
+    if shell.num_classes != student.num_classes:
+        new |= {"head.weight", "head.bias"}
+    if not new:
+        raise ValueError(f"freeze: inner {student.inner} with dwc {student.dwc} has no parameters of its own, so nothing would learn")
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name in new)
+
+
+def _read_t5(model: T5, where: str) -> Shell:
+    if model.inner != "softmax":
+        raise UserError(f"{where}: is a linearised model already (inner {model.inner}); expected one with softmax attention")
+    options = {
+        "img_size": model.img_size,
+        "patch_size": model.patch_size,
+        "in_chans": model.patch_embed.in_channels,
+        "embed_dim": model.embed_dim,
+        "depth": model.depth,
+        "num_heads": model.num_heads,
+        "mlp_ratio": model.hidden / model.embed_dim,
+        "layer_scale": model.layer_scale,
+        "norm_eps": model.norm_eps,
+    }
+    state = model.state_dict()
+    return Shell(options=options, state=state, grid=model.grid_size, fates=dict.fromkeys(state, "used"), num_classes=model.num_classes)
+
+
+def _find_obstacle(model: VisionTransformer) -> str | None:
+    """The first part of a ViT of timm that no student has, in words; None if there is none."""
+    block, patches = model.blocks[0], model.patch_embed
+    if type(block) is not TimmBlock:
+        return f"its blocks are {type(block).__name__}"
+    attention, mlp = block.attn, block.mlp
+    if type(attention) is not Attention:
+        return f"its attention is a {type(attention).__name__}"
+    final = model.norm if isinstance(model.norm, nn.LayerNorm) else model.fc_norm
+    norms = (block.norm1, block.norm2, final)
+    checks = {
+        "it has a norm of queries and keys": not isinstance(attention.q_norm, nn.Identity) or not isinstance(attention.k_norm, nn.Identity),
+        "its attention is gated": getattr(attention, "gate", None) is not None,
+        "it has a norm in its attention": not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity),
+        "its projections have no bias": attention.qkv is None or attention.qkv.bias is None or attention.proj.bias is None,
+        "its heads do not divide its width": attention.num_heads * attention.head_dim != model.embed_dim,
+        f"its MLPs are {type(mlp).__name__}": type(mlp) is not Mlp or not isinstance(mlp.norm, nn.Identity) or mlp.fc1.bias is None,
+        f"its activation is {type(getattr(mlp, 'act', None)).__name__}": not isinstance(getattr(mlp, "act", None), nn.GELU),
+        "its patches are cut otherwise": type(patches) is not PatchEmbed
+        or patches.proj.bias is None
+        or patches.proj.kernel_size != patches.proj.stride
+        or len(set(patches.proj.kernel_size)) > 1
+        or not isinstance(patches.norm, nn.Identity),
+        "it has a norm before its blocks": not isinstance(model.norm_pre, nn.Identity),
+        "it has no table of positions": model.pos_embed is None,
+        "it pools by attention": model.attn_pool is not None,
+        "its norms are no LayerNorms": not all(isinstance(norm, nn.LayerNorm) and norm.bias is not None for norm in norms),
+        "its head is no linear layer": not isinstance(model.head, nn.Linear | nn.Identity),
+    }
+    return next((why for why, found in checks.items() if found), None)
+
+
+def _read_timm(model: VisionTransformer) -> Shell:
+    block, prefix = model.blocks[0], 0 if model.no_embed_class else model.num_prefix_tokens
+    options = {
+        "img_size": tuple(model.patch_embed.img_size),
+        "patch_size": model.patch_embed.proj.kernel_size[0],
+        "in_chans": model.patch_embed.proj.in_channels,
+        "embed_dim": model.embed_dim,
+        "depth": len(model.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / model.embed_dim,
+        "layer_scale": isinstance(block.ls1, LayerScale),
+        "norm_eps": block.norm1.eps,
+    }
+    state: dict[str, Tensor] = {}
+    fates: dict[str, str] = {}
+    for key, value in model.state_dict().items():
+        if key in ("cls_token", "dist_token"):
+            fates[key] = CLASS_TOKEN
+        elif key == "reg_token":
+            fates[key] = REGISTERS
+        elif key.startswith("head_dist."):
+            fates[key] = SECOND_HEAD
+        else:
+            fates[key] = PARTLY if key == "pos_embed" and prefix else "used"
+            state[key] = value[:, prefix:] if key == "pos_embed" else value
+    # a norm that follows the mean precedes it in the student, where it sees each token
+    state = rename_prefixes(state, {"patch_embed.proj.": "patch_embed.", "fc_norm.": "norm."})
+    grid = tuple(model.patch_embed.grid_size)
+    classes = model.head.out_features if isinstance(model.head, nn.Linear) else 0
+    return Shell(options=options, state=state, grid=grid, fates=fates, num_classes=classes)

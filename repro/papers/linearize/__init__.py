@@ -1,0 +1,1 @@
+"""Paper 003, linearising vision transformers by test-time training (T5)."""

@@ -1,0 +1,1 @@
+from ..vit3.recipe import describe_recipe

@@ -1,0 +1,1 @@
+"""Linearisation: a classifier that inherits from a pretrained softmax ViT."""

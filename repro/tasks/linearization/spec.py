@@ -1,0 +1,52 @@
+"""Linearisation for the training code: a classifier whose weights begin as those of a softmax ViT. Imports nothing heavy at the top."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import UserError
+from ..classification.spec import Classify
+from ..spec import Datasets
+from .params import LinearizeParams
+
+
+class Linearize(Classify):
+    """Image classification by a student of a softmax ViT; its weights file is that of any classifier."""
+
+    name = "linearize"
+    params = LinearizeParams
+
+    def build_model(self, params: LinearizeParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+        from ...models.checkpoints import open_weights
+        from ...models.linearize import freeze_inherited, inherit, read_shell
+        from ...models.t5 import T5
+
+        teacher = open_weights(init, model=params.teacher).require_classifier().build()
+        shell = read_shell(teacher, str(init))
+        student, _ = super().build_model(params, classes, None, where)
+        if not isinstance(student, T5) or student.inner == "softmax":
+            raise UserError(f"{where}.model: {params.model} has softmax attention or none; expected a t5 with another inner model")
+        report = inherit(student, shell, f"{init} as {params.model}")
+        if params.convert.freeze:
+            try:
+                freeze_inherited(student, shell)
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from None
+        return student, report
+
+    def build_task(self, datasets: Datasets, params: LinearizeParams, **parts: Any) -> Any:
+        from .task import Linearization
+
+        # the model is as it was built, also where a run continues: its state is read later
+        start = copy.deepcopy(parts["model"]).cpu()
+        shared = {"transform": params.transform, "mix": params.mix, "mesa": params.mesa, "num_classes": len(datasets.classes)}
+        return Linearization(start=start, convert=params.convert, **shared, **parts)
+
+    def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
+        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step, on the same images."""
+        untrained = task.evaluate(task.start.to(task.device).eval(), task.reported_split)
+        return super().summarise(task, last) | {"untrained_top1_percent": untrained["top1_percent"]}
+
+
+SPEC = Linearize()

@@ -1,0 +1,127 @@
+"""Linearising a ViT that no cell of params.yaml names: the cell of `repro linearize --from`."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.config import load_section, section_keys
+from ..core.errors import UserError, did_you_mean
+from ..core.hashing import hash_file
+from ..core.paths import Paths, find_root
+from ..core.runtime import choose_device, device_slug, load_runtime
+from ..tasks.linearization.params import LinearizeParams
+from ..tasks.linearization.spec import SPEC
+from .job import Cell, Recipe
+from .params import InitParams
+
+STAGE = "linearize"
+
+
+def make_cell(
+    source: str,
+    *,
+    model: str | None,
+    options: Mapping[str, Any],
+    freeze: bool,
+    data: str | None,
+    epochs: int | None,
+    batch_size: int | None,
+    seeds: int | None,
+    recipe: Recipe,
+) -> Cell:
+    """The cell that linearises one ViT, trained as the cell of `linearize:` on the same data, else as the first one.
+
+    Args:
+        source: a file of weights, or a name of weights that timm publishes.
+        model: registered name of the ViT, where its file does not say it.
+        options: of the student, see `repro.models.t5.T5`.
+        freeze: whether only new parameters learn.
+        data: a cell of `prepare_data`; None for that of the recipe.
+        epochs, batch_size, seeds: instead of those of the recipe.
+        recipe: see `Cell`.
+
+    Raises:
+        UserError: weights that cannot be read, another model than a ViT, a student that cannot be built, or unknown data.
+    """
+    from ..models.linearize import choose_student, read_shell
+    from ..models.registry import build_model
+
+    paths = find_root()
+    runtime = load_runtime(paths)
+    file, teacher = find_weights(paths, source, model)
+    opened = open_checkpoint(file, teacher)
+    shell = read_shell(opened.build(), source)
+    params = find_recipe(paths, data)
+    name, of_shell = choose_student(shell)
+    changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
+    changes["init"] = InitParams(weights=str(file), sha256=hash_file(file, digits=64))
+    changes["convert"] = dataclasses.replace(params.convert, freeze=freeze)
+    if params.data != (data or params.data):  # the images of other data, as the ViT saw its own
+        changes |= {"data": data, "transform": dataclasses.replace(params.transform, image_size=opened.image_size)}
+    if batch_size:
+        changes["batch_size"] = batch_size
+    if seeds:
+        changes["seeds"] = tuple(range(seeds))
+    try:
+        if epochs:
+            params = params.with_epochs(epochs)
+        params = dataclasses.replace(params, **changes)
+        build_model(name, img_size=params.transform.image_size, **params.options)
+    except ValueError as error:
+        raise UserError(f"linearize: {error}") from None
+    stem = file.parent.name if file.stem == "weights" else file.stem
+    parts = [stem, *(f"{key}_{value}" for key, value in options.items()), params.data, *(["frozen"] if freeze else [])]
+    parts += [f"{epochs}epochs"] if epochs else []
+    cell = "-".join(parts).replace(".", "_")
+    folder = paths.measured(device_slug(choose_device(runtime.device))) / STAGE / cell
+    return Cell(stage=STAGE, name=cell, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder, recipe=recipe)
+
+
+def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
+    """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
+    if data is not None and data not in (known := section_keys(paths.params, "prepare_data")):
+        raise UserError(f"linearize: --data {data}: not a cell of prepare_data in params.yaml{did_you_mean(data, known)}")
+    cells = [load_section(LinearizeParams, paths.params, STAGE, cell) for cell in section_keys(paths.params, STAGE)]
+    if not cells:
+        raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")
+    return next((params for params in cells if params.data == data), cells[0])
+
+
+def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, str | None]:
+    """The file of a ViT's weights and, where the file does not say it, its registered name; published weights are fetched once.
+
+    Raises:
+        UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.
+    """
+    from ..models.checkpoints import open_weights
+    from ..models.weights import is_foreign
+
+    file = Path(source)
+    if file.suffix or file.exists() or model is not None:
+        if not file.is_file():
+            raise UserError(f"linearize: --from {source}: no such file")
+        return file.resolve(), model if is_foreign(file) else None
+    checkpoint = open_weights(None, model=source)
+    fetched = paths.root / ".runs" / "published" / f"{checkpoint.name}.safetensors"
+    if not fetched.is_file():
+        _keep(checkpoint, fetched)
+    return fetched, None
+
+
+def open_checkpoint(file: Path, model: str | None) -> Any:
+    """The checkpoint in a file; raises as `repro.models.checkpoints.open_weights`."""
+    from ..models.checkpoints import open_weights
+
+    return open_weights(file, model=model).require_classifier()
+
+
+def _keep(checkpoint: Any, file: Path) -> None:
+    """Write published weights as a file of this project, so that records can name it by its hash."""
+    from ..models.weights import save_weights
+
+    classes = [str(index) for index in range(checkpoint.num_classes)]
+    shown = {key: checkpoint.preprocessing[key] for key in ("input_size", "interpolation", "crop_pct", "mean", "std")}
+    options = {"num_classes": checkpoint.num_classes}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_weights(file, checkpoint.build(), name=checkpoint.model, options=options, preprocessing=shown, classes=classes)

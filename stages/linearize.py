@@ -1,0 +1,59 @@
+"""`repro linearize`: a pretrained softmax ViT becomes a backbone of linear cost (paper 003, T5)."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from repro.core.errors import UserError
+from repro.tasks.linearization.spec import SPEC
+
+from . import CellOption, GpusOption, SeedsOption, Stage
+
+STAGE = Stage(
+    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_classification"
+)
+Inner = Literal["linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
+KeyNorm = Literal["none", "instance", "no_std", "no_mean", "layer", "rms"]
+Dwc = Literal["none", "cpe", "v", "qk"]
+
+
+def command(
+    cell: CellOption = None,
+    gpus: GpusOption = None,
+    seeds: SeedsOption = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="Linearise this ViT in place of a cell: a file of weights, or a name of timm's.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --from: the ViT's registered name, where its file does not say it.")] = None,
+    inner: Annotated[Inner, typer.Option(help="With --from: what takes the place of softmax attention.")] = "swiglu",
+    key_norm: Annotated[KeyNorm, typer.Option(help="With --from: the norm of the keys.")] = "instance",
+    dwc: Annotated[Dwc, typer.Option(help="With --from: what gets a depth-wise convolution.")] = "qk",
+    neighbours: Annotated[
+        int, typer.Option(min=0, help="With --from: side of the window of neighbourhood attention beside; 0 for none.")
+    ] = 0,
+    freeze: Annotated[bool, typer.Option("--freeze/--finetune", help="With --from: train new parameters alone, or all.")] = False,
+    data: Annotated[str | None, typer.Option(help="With --from: a cell of prepare_data; by default that of the recipe.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="With --from: epochs of the training.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="With --from: images per step, over all GPUs together.")] = None,
+) -> None:
+    """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
+    from repro.papers.linearize.recipe import describe_recipe
+    from repro.training.cells import run_cells, train_cells
+    from repro.training.linearize import make_cell
+
+    options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
+    lengths = {"epochs": epochs, "batch-size": batch_size}
+    if source is None:
+        given = {"model": model, "data": data, **lengths}
+        if unused := next((name for name, value in given.items() if value is not None), None):
+            raise UserError(f"linearize: --{unused} goes with --from; the cells of params.yaml say it themselves")
+        train_cells("linearize", SPEC, cell, gpus, seeds=seeds, recipe=describe_recipe)
+        return
+    if cell is not None:
+        raise UserError("linearize: --from and --cell: give one of them")
+    sizes = {"epochs": epochs, "batch_size": batch_size, "seeds": seeds}
+    made = make_cell(source, model=model, options=options, freeze=freeze, data=data, **sizes, recipe=describe_recipe)
+    arguments = {"--from": source, "--model": model, "--inner": inner, "--key-norm": key_norm, "--dwc": dwc, "--neighbours": neighbours}
+    arguments |= {"--data": data, "--seeds": seeds, **{f"--{name}": value for name, value in lengths.items()}}
+    flags = [part for name, value in arguments.items() if value is not None for part in (name, str(value))]
+    run_cells([made], gpus, ["linearize", *flags, "--freeze" if freeze else "--finetune"])
