@@ -147,12 +147,12 @@ def _find_obstacle(model: VisionTransformer) -> str | None:
         "its heads do not divide its width": attention.num_heads * attention.head_dim != model.embed_dim,
         f"its MLPs are {type(mlp).__name__}": type(mlp) is not Mlp or not isinstance(mlp.norm, nn.Identity) or mlp.fc1.bias is None,
         f"its activation is {type(getattr(mlp, 'act', None)).__name__}": not isinstance(getattr(mlp, "act", None), nn.GELU),
+        "it has a norm before its blocks": not isinstance(model.norm_pre, nn.Identity),
         "its patches are cut otherwise": type(patches) is not PatchEmbed
         or patches.proj.bias is None
         or patches.proj.kernel_size != patches.proj.stride
         or len(set(patches.proj.kernel_size)) > 1
         or not isinstance(patches.norm, nn.Identity),
-        "it has a norm before its blocks": not isinstance(model.norm_pre, nn.Identity),
         "it has no table of positions": model.pos_embed is None,
         "it pools by attention": model.attn_pool is not None,
         "its norms are no LayerNorms": not all(isinstance(norm, nn.LayerNorm) and norm.bias is not None for norm in norms),

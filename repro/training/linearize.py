@@ -16,6 +16,7 @@ from .job import Cell, Recipe
 from .params import InitParams
 
 STAGE = "linearize"
+_VITS = {"timm.models.vision_transformer", "timm.models.deit"}
 
 
 def make_cell(
@@ -95,6 +96,7 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
         UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.
     """
     from ..models.checkpoints import open_weights
+    from ..models.registry import family_module
     from ..models.weights import is_foreign
 
     file = Path(source)
@@ -103,6 +105,8 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
             raise UserError(f"linearize: --from {source}: no such file")
         return file.resolve(), model if is_foreign(file) else None
     checkpoint = open_weights(None, model=source)
+    if family_module(checkpoint.model) not in _VITS:  # said before anything is fetched
+        raise UserError(f"linearize: --from {source}: is no ViT or DeiT; expected one of timm's, or a file of weights")
     fetched = paths.root / ".runs" / "published" / f"{checkpoint.name}.safetensors"
     if not fetched.is_file():
         _keep(checkpoint, fetched)

@@ -39,7 +39,8 @@ def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: flo
     if decay_all:
         groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
     else:
-        groups = param_groups_weight_decay(model, weight_decay, model.no_weight_decay() if hasattr(model, "no_weight_decay") else ())
+        exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=exempt)
     cut = []
     for group in groups:
         for is_new in (False, True):

@@ -1,1 +1,0 @@
-from ..vit3.recipe import describe_recipe

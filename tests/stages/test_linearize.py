@@ -1,0 +1,205 @@
+"""`repro linearize` as a lab runs it: cells, files of timm, frozen and fine-tuned, stopped and continued, and wrong inputs as one line."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from repro.core.hashing import hash_file
+from repro.models.registry import build_model
+from repro.models.weights import save_weights
+from repro.tasks.classification.task import Classification
+from tests.models.helpers import shaken
+
+TEACHER = Path("weights/vit.safetensors")
+CELL = {
+    "model": "t5_tiny_patch16_224",
+    "options": {"embed_dim": 48, "depth": 2, "patch_size": 8},
+    "data": "digits",
+    "epochs": 2,
+    "batch_size": 128,
+    "drop_path": 0.0,
+    "optim": {"lr": 1e-3, "lr_batch_size": 128, "warmup_epochs": 0, "clip_grad_norm": None},
+    "mix": {"mixup": 0.0, "cutmix": 0.0},
+    "transform": {"image_size": 32, "hflip": 0.0, "crop_pct": 1.0},
+}
+SHELL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
+
+
+@pytest.fixture
+def ready(checkout) -> Path:
+    """A checkout with a softmax model of ours and a cell that linearises it."""
+    torch.manual_seed(0)
+    options = {**SHELL, "inner": "softmax", "key_norm": "none", "dwc": "none"}
+    model = shaken(build_model("t5_tiny_patch16_224", **options))
+    shown = {"input_size": [3, 32, 32], "interpolation": "bilinear", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    TEACHER.parent.mkdir()
+    save_weights(TEACHER, model, name="t5_tiny_patch16_224", options=options, preprocessing=shown, classes=[str(i) for i in range(10)])
+    write_cell()
+    return checkout
+
+
+def write_cell(**changes) -> None:
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    init = {"weights": str(TEACHER), "sha256": hash_file(TEACHER, digits=64)}
+    params["linearize"] = {"student": {**CELL, "init": init, **changes}}
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+
+
+def read_metrics(folder: Path) -> dict:
+    return json.loads((folder / "metrics.json").read_text())["metrics"]
+
+
+def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_cli):
+    code, out, err = repro_cli("linearize", "--cell", "student")
+    assert code == 0, err
+    assert "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out and "expected: new: blocks (14)" in out
+    folder, teacher = Path("results/linearize/student"), load_file(TEACHER)
+    fates = dict(reversed(line.rsplit(None, 1)) for line in (folder / "load_report.txt").read_text().splitlines())
+    student = load_file(folder / "weights.safetensors")
+    assert set(fates) == set(student) and {key for key, fate in fates.items() if fate.strip() == "used"} == set(teacher)
+    metrics = read_metrics(folder)
+    assert metrics["convert"] == {"freeze": False, "new_lr_factor": 20.0, "decay_all": True}
+    assert 0 <= metrics["untrained_top1_percent"] <= 100 and metrics["init"]["weights_hash"] == hash_file(TEACHER)
+    code, out, _ = repro_cli("evaluate", "--weights", str(folder / "weights.safetensors"), "--data", "digits")
+    assert code == 0 and f"top-1 {metrics['top1_percent']:.2f} %" in out
+
+
+def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cli):
+    write_cell(convert={"freeze": True}, epochs=1)
+    assert repro_cli("linearize", "--cell", "student")[0] == 0
+    student, teacher = load_file("results/linearize/student/weights.safetensors"), load_file(TEACHER)
+    assert all(torch.equal(student[key], teacher[key]) for key in teacher)
+    assert student["blocks.0.attn.w1"].std() > 0.021  # it began with 0.02
+
+
+def test_stopped_and_continued_gives_the_same_bits(ready, repro_cli, monkeypatch):
+    assert repro_cli("linearize", "--cell", "student")[0] == 0
+    folder = Path("results/linearize/student")
+    truth, metrics = (folder / "weights.safetensors").read_bytes(), read_metrics(folder)
+    shutil.rmtree(folder)
+    calls, loss = [], Classification.loss
+
+    def stop_at_the_fifth(self, network, batch):
+        calls.append(batch)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return loss(self, network, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Classification, "loss", stop_at_the_fifth)
+        assert repro_cli("linearize", "--cell", "student")[0] not in (0, 2)
+    assert len(calls) == 5 and not (folder / "metrics.json").exists()
+    code, out, err = repro_cli("linearize", "--cell", "student")
+    assert code == 0 and "continuing after step 5" in out, err
+    assert (folder / "weights.safetensors").read_bytes() == truth and read_metrics(folder)["by_seed"] == metrics["by_seed"]
+
+
+def test_a_file_of_timm_becomes_a_student_for_other_classes(ready, repro_cli):
+    """A DeiT with a class token and more classes, as a lab has it: at its own names, trained, and exported."""
+    torch.manual_seed(0)
+    shape = {key: value for key, value in SHELL.items() if key != "num_classes"}
+    deit = timm.create_model("deit_tiny_patch16_224", **shape)
+    torch.save({"model": deit.state_dict()}, "deit.pth")
+    code, _, err = repro_cli("linearize", "--from", "deit.pth")
+    assert (
+        code == 2
+        and err == f"repro: {Path('deit.pth').resolve()}: not a file of this project, so it does not name its model; name it with --model\n"
+    )
+    code, _, err = repro_cli("linearize", "--from", "deit.pth", "--model", "deit_tiny_patch16_224")
+    assert code == 2 and "weights cannot be loaded" in err and err.count("\n") == 1  # it is a smaller one
+
+
+def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
+    """Another ViT than that of the cell: the student follows from it, and the recipe from the cell."""
+    torch.manual_seed(0)
+    torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), "vit.pth")
+    from repro.papers.linearize.recipe import describe_recipe
+    from repro.training.job import build_job
+    from repro.training.linearize import make_cell
+
+    asked = {"options": {"inner": "gate", "dwc": "v"}, "freeze": True, "data": "digits", "epochs": 1, "batch_size": 64, "seeds": 2}
+    cell = make_cell("vit.pth", model="vit_tiny_patch16_224", **asked, recipe=describe_recipe)
+    assert (cell.params.model, cell.params.seeds, cell.params.batch_size) == ("t5_tiny_patch16_224", (0, 1), 64)
+    assert cell.name == "vit-inner_gate-dwc_v-digits-frozen-1epochs"
+    job = build_job(cell, 0)
+    job.close()
+    # the grid of the images of the cell is smaller, so the positions are resampled; classes are others
+    assert job.task.model.grid_size == (2, 2) and job.load_report["cls_token"].startswith("left behind")
+    assert job.load_report["head.weight"] == "expected: new"
+
+
+def test_from_a_file_with_options_and_an_export(ready, repro_cli):
+    code, out, err = repro_cli("linearize", "--from", str(TEACHER), "--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
+    assert code == 0, err
+    (record,) = Path("results/measured").rglob("linearize/*/metrics.json")
+    options = read_metrics(record.parent)["options"]
+    assert {key: options[key] for key in ("inner", "key_norm", "dwc", "neighbours")} == {
+        "inner": "gate",
+        "key_norm": "instance",
+        "dwc": "v",
+        "neighbours": 3,
+    }
+    weights = str(record.parent / "weights.safetensors")
+    assert repro_cli("export", "--weights", weights, "--format", "safetensors", "-o", "folder")[0] == 0
+    model = timm.create_model("local-dir:folder", pretrained=True).eval()
+    images = torch.rand(2, 3, 32, 32)
+    code, out, err = repro_cli("export", "--weights", weights, "--format", "onnx", "-o", "model.onnx")
+    assert code == 0, err
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    with torch.no_grad():
+        assert np.abs(found - model(images).numpy()).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--from", "nothing.pth"], "linearize: --from nothing.pth: no such file"),
+        (["--from", "resnet18"], "linearize: --from resnet18: is no ViT or DeiT; expected one of timm's, or a file of weights"),
+        (["--from", "vit_tinny"], "vit_tinny: no such model"),
+        (
+            ["--from", str(TEACHER), "--data", "digitss"],
+            "linearize: --data digitss: not a cell of prepare_data in params.yaml; did you mean 'digits'?",
+        ),
+        (["--from", str(TEACHER), "--neighbours", "4"], "neighbours 4: expected an odd side of a window, or 0 for none"),
+        (
+            ["--from", str(TEACHER), "--inner", "linear", "--dwc", "none", "--freeze"],
+            "freeze: inner linear with dwc none has no parameters of its own",
+        ),
+        (["--from", str(TEACHER), "--cell", "student"], "linearize: --from and --cell: give one of them"),
+        (["--data", "digits"], "linearize: --data goes with --from"),
+        (["--cell", "studnet"], "linearize.studnet"),
+    ],
+)
+def test_wrong_inputs_are_one_line(ready, repro_cli, arguments, error):
+    code, out, err = repro_cli("linearize", *arguments)
+    assert code == 2 and error in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"init": None}, "init: a linearised model inherits from a softmax ViT; name its weights"),
+        ({"optim": {"lr": 1e-3, "layer_decay": 0.6}}, "optim.layer_decay: a linearised model has two rates"),
+        (
+            {"model": "vittt_nano_patch16_144", "options": {}},
+            "linearize.student.model: vittt_nano_patch16_144 has softmax attention or none",
+        ),
+        ({"options": {"embed_dim": 48, "depth": 3, "patch_size": 8}}, "does not fit the student: blocks.2"),
+        ({"transform": {"image_size": 36}}, "image size 36x36: height and width must be positive multiples of the patch size 8"),
+    ],
+)
+def test_wrong_cells_are_one_line(ready, repro_cli, changes, error):
+    write_cell(**changes)
+    code, out, err = repro_cli("linearize", "--cell", "student")
+    assert code == 2 and error in err and err.count("\n") == 1, err
