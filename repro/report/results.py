@@ -254,10 +254,11 @@ class Results:
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
             return False
         if not source.is_trained:  # a training evaluates in fp32, `repro evaluate` in what it is told
-            fits = dataclasses.replace(training, epochs=None, mesa=None).fits(record)
+            fits = dataclasses.replace(training, epochs=None, mesa=None, frozen=None).fits(record)
             return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training by hand; and other first weights are another experiment
-        return training.fits(record) and source.stage is not None and (record.get("init") is not None) == benchmark.starts_pretrained
+        starts_pretrained = benchmark.starts_pretrained or training.frozen is not None
+        return training.fits(record) and source.stage is not None and (record.get("init") is not None) == starts_pretrained
 
     def _score_command(self, kind: str, model: str, training: Training) -> str:
         for section in self.scores:

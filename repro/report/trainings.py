@@ -14,15 +14,22 @@ class Training:
         image_size: side of the images in pixels.
         epochs: how many.
         mesa: whether the moving average of the weights taught the model (MESA).
+        frozen: whether a linearization, which begins with the weights of a softmax model, left these as they are; None also for a training
+            from random weights.
     """
 
     image_size: int | None = None
     epochs: int | None = None
     mesa: bool | None = None
+    frozen: bool | None = None
 
     @classmethod
     def parse(cls, asked: Sequence[int | str]) -> Self:
-        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA` or `no MESA`; another one is a ValueError."""
+        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`.
+
+        Raises:
+            ValueError: another one.
+        """
         found: dict[str, Any] = {}
         for each in asked:
             if isinstance(each, int):
@@ -31,19 +38,27 @@ class Training:
                 found["epochs"] = int(match[1])
             elif each in ("MESA", "no MESA"):
                 found["mesa"] = each == "MESA"
+            elif each in ("linearized", "linearized, frozen"):
+                found["frozen"] = each != "linearized"
             else:
-                raise ValueError(f"{each!r}: no training; write a side in pixels, `36 epochs`, `MESA` or `no MESA`")
+                words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
+                raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
         return cls(**found)
 
     @property
     def is_of_recipe(self) -> bool:
         """Whether more is asked than an evaluation of a file of weights can say."""
-        return self.epochs is not None or self.mesa is not None
+        return any(each is not None for each in (self.epochs, self.mesa, self.frozen))
 
     def fits(self, about: Mapping[str, Any]) -> bool:
-        """Whether a record of trainings, or a cell of a params file, is of such a training; either has `mesa` only where it was used."""
+        """Whether a record of trainings, or a cell of a params file, is of such a training.
+
+        Either has `mesa` and `freeze` only where they were used.
+        """
         if self.epochs is not None and about.get("epochs") != self.epochs:
             return False
         if self.mesa is not None and bool(about.get("mesa")) != self.mesa:
+            return False
+        if self.frozen is not None and (about.get("init") is None or bool(about.get("freeze")) != self.frozen):
             return False
         return self.image_size is None or about.get("image_size", self.image_size) == self.image_size
