@@ -6,13 +6,7 @@ from ...report.paper import Paper, Question, Variants, VariantTable
 from . import formulas
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
-_FORMULAS = (
-    formulas.recipe_setting,
-    formulas.neighbours_macs_g,
-    formulas.in_tenths,
-    formulas.identity_error,
-    formulas.shift_error,
-)
+_FORMULAS = (formulas.recipe_setting, formulas.neighbours_macs_g, formulas.in_tenths, formulas.identity_error, formulas.shift_error)
 _NOTES = {
     "Table 1, fine-tuned": "Linear attention is ours: its kernel, elu + 1, and its normaliser are not stated.",
     "Table 1, frozen": "Only the new weights are trained; linear attention has none, and stays as it was put in.",
@@ -29,10 +23,7 @@ PAPER = Paper(
     "cannot, if the keys are centred over the tokens and convolutions of queries and keys bring locality. The text at hand is a third "
     "party's summary of it.",
     baseline="the softmax model",
-    families={
-        "t5": {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": "0"},
-        "dit5": {},
-    },
+    families={"t5": {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": "0"}, "dit5": {}},
     formulas={function.__name__: function for function in _FORMULAS},
     headlines=("text.shift.softmax", "text.shift.instance", "text.shift.token_level", "text.structure.ttt"),
     questions=(

@@ -26,14 +26,7 @@ VARIANTS: dict[str, dict[str, str | int]] = {
 # those whose inherited weights stay as they are; `linear_frozen` has no other ones, and so is not trained at all
 FROZEN = frozenset(f"{name}_frozen" for name in _MAIN)
 
-_ROWS = {
-    "linear": "linear",
-    "projqk": "projqk",
-    "gate": "gate",
-    "2layer": "two_layers",
-    "3layer": "three_layers",
-    "swiglu": "swiglu",
-}
+_ROWS = {"linear": "linear", "projqk": "projqk", "gate": "gate", "2layer": "two_layers", "3layer": "three_layers", "swiglu": "swiglu"}
 
 # table -> variant -> its row in the ledger, in the order of the text; Table 1 has two accuracies and is one table for each
 ROWS: dict[str, dict[str, str]] = {
@@ -63,5 +56,5 @@ ORDERS: dict[str, tuple[tuple[str, str], ...]] = {
     "Table 2": (
         *((centred, other) for centred in ("dwc_qk", "no_std") for other in ("rms", "layer", "no_mean", "norm_none")),
         *((other, "norm_none") for other in ("rms", "layer", "no_mean")),
-    ),
+    )
 }
