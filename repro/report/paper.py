@@ -48,6 +48,8 @@ class Variants:
     flags: str = ""  # what of its verb's options says that they are these
     about: str  # the model and the data that the paper's numbers are of, in words
     label: str = ""  # what the plain model is called; empty for the paper's model
+    # variant -> settings of the recipe that it changes, as its record has them; a setting that is off need not stand in a record
+    recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def command(self) -> str:
@@ -60,9 +62,13 @@ class Variants:
         return frozenset().union(*self.options.values())
 
     @cached_property
-    def plain(self) -> str:
-        """The variant that changes nothing."""
-        return next(name for name, changes in self.options.items() if not changes)
+    def changed_recipe(self) -> frozenset[str]:
+        """The settings of the recipe that tell variants apart."""
+        return frozenset().union(*self.recipes.values())
+
+    def changes(self, name: str) -> dict[str, Any]:
+        """All that a variant changes."""
+        return {**self.options[name], **self.recipes.get(name, {})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -257,7 +257,7 @@ class Results:
             fits = dataclasses.replace(training, epochs=None, mesa=None, frozen=None).fits(record)
             return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training by hand; and other first weights are another experiment
-        starts_pretrained = benchmark.starts_pretrained or "convert" in record  # a linearised model inherits by its nature
+        starts_pretrained = benchmark.starts_pretrained or training.frozen is not None
         return training.fits(record) and source.stage is not None and (record.get("init") is not None) == starts_pretrained
 
     def _score_command(self, kind: str, model: str, training: Training) -> str:

@@ -14,7 +14,8 @@ class Training:
         image_size: side of the images in pixels.
         epochs: how many.
         mesa: whether the moving average of the weights taught the model (MESA).
-        frozen: whether only the new parameters of a linearised model learnt.
+        frozen: whether a linearization, which begins with the weights of a softmax model, left these as they are; None also for a training
+            from random weights.
     """
 
     image_size: int | None = None
@@ -24,7 +25,11 @@ class Training:
 
     @classmethod
     def parse(cls, asked: Sequence[int | str]) -> Self:
-        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA` or `no MESA`; another one is a ValueError."""
+        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`.
+
+        Raises:
+            ValueError: another one.
+        """
         found: dict[str, Any] = {}
         for each in asked:
             if isinstance(each, int):
@@ -33,10 +38,11 @@ class Training:
                 found["epochs"] = int(match[1])
             elif each in ("MESA", "no MESA"):
                 found["mesa"] = each == "MESA"
-            elif each in ("frozen", "fine-tuned"):
-                found["frozen"] = each == "frozen"
+            elif each in ("linearized", "linearized, frozen"):
+                found["frozen"] = each != "linearized"
             else:
-                raise ValueError(f"{each!r}: no training; write a side in pixels, `36 epochs`, `MESA`, `no MESA`, `frozen` or `fine-tuned`")
+                words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
+                raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
         return cls(**found)
 
     @property
@@ -45,11 +51,14 @@ class Training:
         return any(each is not None for each in (self.epochs, self.mesa, self.frozen))
 
     def fits(self, about: Mapping[str, Any]) -> bool:
-        """Whether a record of trainings, or a cell of a params file, is of such a training; either has `mesa` only where it was used."""
+        """Whether a record of trainings, or a cell of a params file, is of such a training.
+
+        Either has `mesa` and `freeze` only where they were used.
+        """
         if self.epochs is not None and about.get("epochs") != self.epochs:
             return False
         if self.mesa is not None and bool(about.get("mesa")) != self.mesa:
             return False
-        if self.frozen is not None and (about.get("convert") or {}).get("freeze") is not self.frozen:
+        if self.frozen is not None and (about.get("init") is None or bool(about.get("freeze")) != self.frozen):
             return False
         return self.image_size is None or about.get("image_size", self.image_size) == self.image_size

@@ -88,10 +88,12 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
 
 
 def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any]) -> str | None:
-    """Which variant a record is of; None for another combination of options."""
+    """Which variant a record is of; None for another combination of options, or of a recipe's settings."""
     defaults = results.families.get(metrics["model"].split("_")[0], {})
     options = {key: value for key, value in metrics["options"].items() if key in variants.changed and defaults.get(key) != str(value)}
-    return next((name for name, changes in variants.options.items() if changes == options), None)
+    recipe = {key: metrics[key] for key in variants.changed_recipe if metrics.get(key)}
+    members = (name for name, changes in variants.options.items() if changes == options and variants.recipes.get(name, {}) == recipe)
+    return next(members, None)
 
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
@@ -226,7 +228,7 @@ def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these weights."""
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
-    columns = ledger.table(where.rows[paper.variants.plain].partition(".")[0]).columns
+    columns = ledger.table(next(row for row in where.rows.values() if row).partition(".")[0]).columns
     downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
     asked = [key for key in columns if where.columns is None or key in where.columns]
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
@@ -236,7 +238,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     rows: list[list[Piece]] = []
     for name, source in members.items():
         m, scores = source.metrics, downstream[name]
-        changes = ", ".join(f"{key} {value or 'all'}" for key, value in paper.variants.options[name].items())
+        changes = ", ".join(f"{key} {value or 'all'}" for key, value in paper.variants.changes(name).items())
         spread = m.get("top1_std_percent")
         rows.append(
             [

@@ -275,9 +275,10 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
-    for part in ("mesa", "convert"):  # a record without it is of a training without it
-        if (value := getattr(params, part, None)) is not None:
-            metrics[part] = dataclasses.asdict(value)
+    if (mesa := getattr(params, "mesa", None)) is not None:  # a record without it is of a training without it
+        metrics["mesa"] = dataclasses.asdict(mesa)
+    if getattr(params, "freeze", False):  # the same
+        metrics["freeze"] = True
     for name in first:
         scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
         if scored and all(isinstance(record.get(name), int | float) for record in records):

@@ -57,7 +57,7 @@ def make_cell(
     name, of_shell = choose_student(shell)
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
     changes["init"] = InitParams(weights=str(file), sha256=hash_file(file, digits=64))
-    changes["convert"] = dataclasses.replace(params.convert, freeze=freeze)
+    changes["freeze"] = freeze
     if params.data != (data or params.data):  # the images of other data, as the ViT saw its own
         changes |= {"data": data, "transform": dataclasses.replace(params.transform, image_size=opened.image_size)}
     if batch_size:

@@ -8,6 +8,7 @@ from repro.report.trainings import Training
 from repro.tasks.generation.scores import INCEPTION_SHA256
 
 MESA = {"weight": 1.0}
+INIT = {"weights": "results/baselines/teacher/weights.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -25,13 +26,20 @@ MESA = {"weight": 1.0}
         (("no MESA",), {}, True),
         (("no MESA",), {"mesa": MESA}, False),
         ((224, "no MESA"), {"image_size": 384}, False),
+        (("linearized",), {"init": INIT}, True),
+        (("linearized",), {"init": INIT, "freeze": False}, True),
+        (("linearized",), {"init": INIT, "freeze": True}, False),
+        (("linearized",), {"init": None}, False),  # from random weights
+        (("linearized, frozen",), {"init": INIT, "freeze": True}, True),
+        (("linearized, frozen",), {"init": INIT}, False),
+        (("linearized, frozen",), {"freeze": True}, False),
     ],
 )
 def test_a_training_fits(asked, about, fits):
     assert Training.parse(asked).fits(about) == fits
 
 
-@pytest.mark.parametrize("asked", ["mesa", "36", "36 epoch", "without MESA"])
+@pytest.mark.parametrize("asked", ["mesa", "36", "36 epoch", "without MESA", "frozen"])
 def test_another_word_is_refused(asked):
     with pytest.raises(ValueError, match=f"'{asked}': no training; write a side in pixels"):
         Training.parse([asked])

@@ -11,6 +11,7 @@ from repro.data.loader import TrainOrder
 from repro.models.registry import build_model
 from repro.training.checkpoint import Checkpointer
 from repro.training.loop import fit
+from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 
@@ -26,6 +27,9 @@ class Task:
         self.model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2).double()
         self.ranks, self.losses, self.gradients = ranks, [], None
         self.order = TrainOrder(BATCH * STEPS, ranks.share(BATCH, "batch"), 0, ranks.rank, ranks.world_size)
+
+    def build_optimizer(self, params):
+        return build_optimizer(self.model, params, self.batch_size)
 
     def batches(self, epoch, start):
         for keys in self.order.batches(epoch, start):

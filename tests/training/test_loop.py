@@ -17,6 +17,7 @@ from repro.training.checkpoint import Checkpointer, rng_state, set_rng_state
 from repro.training.guard import diagnose, dump_bad_step, load_dump
 from repro.training.loop import fit
 from repro.training.optim import build_optimizer, build_schedule
+from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 
@@ -33,6 +34,9 @@ class Regression:
         np.random.seed(3)
         self.model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1))
         self.before_step, self.number = before_step, 0
+
+    def build_optimizer(self, params):
+        return build_optimizer(self.model, params, self.batch_size)
 
     def batches(self, epoch, start):
         for i in range(start, self.steps_per_epoch):

@@ -1,1 +1,1 @@
-"""Paper 003, linearising vision transformers by test-time training (T5)."""
+"""The room of "Linearizing Vision Transformer with Test-Time Training", whose model is T5 (Transformer to TTT)."""

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from ...core.config import bounded
 from ..classification.params import ClassifierParams
-from ..conversion import ConvertParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,15 +12,19 @@ class LinearizeParams(ClassifierParams):
 
     Args:
         teacher: registered name of the ViT in `init`, where its file does not say it; null for a file of this project.
-        convert: how the training differs from one from random weights.
+        freeze: whether only new parameters learn.
+        new_lr_factor: the rate of new parameters, as a multiple of that of inherited ones.
+        decay_all: whether weight decay exempts nothing, neither biases nor norms nor positions.
     """
 
     teacher: str | None = None
-    convert: ConvertParams = ConvertParams()
+    freeze: bool = False
+    new_lr_factor: float = bounded(20.0, gt=0)
+    decay_all: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.init is None:
             raise ValueError("init: a linearised model inherits from a softmax ViT; name its weights")
         if self.optim.layer_decay is not None:
-            raise ValueError("optim.layer_decay: a linearised model has two rates, see convert.new_lr_factor; leave it out")
+            raise ValueError("optim.layer_decay: a linearised model has two rates, see new_lr_factor; leave it out")

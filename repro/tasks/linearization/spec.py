@@ -28,7 +28,7 @@ class Linearize(Classify):
         if not isinstance(student, T5) or student.inner == "softmax":
             raise UserError(f"{where}.model: {params.model} has softmax attention or none; expected a t5 with another inner model")
         report = inherit(student, shell, f"{init} as {params.model}")
-        if params.convert.freeze:
+        if params.freeze:
             try:
                 freeze_inherited(student, shell)
             except ValueError as error:
@@ -41,7 +41,8 @@ class Linearize(Classify):
         # the model is as it was built, also where a run continues: its state is read later
         start = copy.deepcopy(parts["model"]).cpu()
         shared = {"transform": params.transform, "mix": params.mix, "mesa": params.mesa, "num_classes": len(datasets.classes)}
-        return Linearization(start=start, convert=params.convert, **shared, **parts)
+        rates = {"new_lr_factor": params.new_lr_factor, "decay_all": params.decay_all}
+        return Linearization(start=start, **rates, **shared, **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step, on the same images."""

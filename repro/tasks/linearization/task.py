@@ -8,7 +8,6 @@ from torch import nn
 from ...training.optim import build_optimizer
 from ...training.params import OptimParams
 from ..classification.task import Classification
-from ..conversion import ConvertParams
 
 
 class Linearization(Classification):
@@ -16,17 +15,15 @@ class Linearization(Classification):
 
     Args:
         start: the student before its first step.
-        convert: its rates and weight decay.
+        new_lr_factor, decay_all: see `LinearizeParams`.
         parts: see `Classification`.
     """
 
-    def __init__(self, *, start: nn.Module, convert: ConvertParams, **parts: Any):
+    def __init__(self, *, start: nn.Module, new_lr_factor: float, decay_all: bool, **parts: Any):
         super().__init__(**parts)
-        self.start, self.convert = start, convert
+        self.start, self.new_lr_factor, self.decay_all = start, new_lr_factor, decay_all
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
         """Parameters that a softmax model lacks have `new_lr_factor` times the rate."""
         new = self.model.new_parameters()
-        return build_optimizer(
-            self.model, params, self.batch_size, new=new, new_factor=self.convert.new_lr_factor, decay_all=self.convert.decay_all
-        )
+        return build_optimizer(self.model, params, self.batch_size, new=new, new_factor=self.new_lr_factor, decay_all=self.decay_all)

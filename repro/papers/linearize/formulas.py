@@ -1,0 +1,177 @@
+"""Functions that the ledger of T5 calls: counts by the paper's convention, and what the text derives, measured in fp64."""
+
+from fractions import Fraction
+from typing import Any
+
+from .recipe import RELEASED
+
+WIDTH, DEPTH, TOKENS = 192, 12, 196  # of T5-T at 224²
+
+
+def recipe_setting(key: str) -> Any:
+    """A value of the release's recipe, which the text does not print: `epochs`, `optim.lr`."""
+    return RELEASED[key]
+
+
+def neighbours_macs_g(window: int) -> Fraction:
+    """Multiply-adds of neighbourhood attention in T5-T at 224², in units of 1e9: scores and sums over window² keys."""
+    return Fraction(DEPTH * 2 * TOKENS * window**2 * WIDTH, 10**9)
+
+
+def in_tenths(value: float) -> Fraction:
+    """A number as it is printed with one decimal."""
+    return Fraction(round(10 * value), 10)
+
+
+def identity_error(name: str) -> float:
+    """The error of an equation of the text in fp64, as a share of the largest value of what it states.
+
+    `two_layers`: softmax attention is σ(q·W1)·W2 with W1 = Kᵀ, W2 = V and the row-wise softmax as σ.
+    `single_layer`: linear attention is φ(q)·W with W = φ(K)ᵀV, each row divided by φ(q)·φ(K)ᵀ1.
+    `inner_step`: our two-layer inner learner is SiLU(q·W1')·W2' with W' = W − ∂L/∂W by autograd, L the mean of −d^-½·⟨F(k), v⟩.
+    `shifted_gradient`: ∂L/∂W1 at k + δ has, to the first order in δ, the term of the text and one of σ'' beside it.
+    `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε = 1.
+    `half_neighbours`: with neighbourhood attention, a mixer's output is half of it and half of the inner learner's.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in _IDENTITIES:
+        raise ValueError(f"{name!r}: no equation of the text; they are {', '.join(_IDENTITIES)}")
+    import torch
+
+    found, stated = _IDENTITIES[name](*_draw(torch))
+    return ((found - stated).abs().max() / stated.abs().max()).item()
+
+
+def shift_error(what: str) -> float:
+    """By how much a mixer's output changes in fp64 when one vector is added to all keys, as a share of its largest value.
+
+    `softmax` is softmax attention; the other names are norms of the keys before a SwiGLU inner learner (`KeyNorm`).
+    """
+    import torch
+
+    from ...models.t5 import Mixer
+
+    q, k, v, delta = _draw(torch)
+    if what == "softmax":
+        before, after = (_attend(q, keys, v) for keys in (k, k + delta))
+    else:
+        mixer = Mixer(q.shape[-1], 2, "swiglu", what).double()
+        _fill(torch, mixer)
+        with torch.no_grad():
+            before, after = (mixer.mix(q, keys, v, (3, 4)) for keys in (k, k + delta))
+    return ((after - before).abs().max() / before.abs().max()).item()
+
+
+def _draw(torch: Any) -> tuple:
+    """q, k, v (2, 12, 8) and a shift (8,) of the keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 12, 8, generator=generator, dtype=torch.float64)
+    return q, k, v, torch.randn(8, generator=generator, dtype=torch.float64)
+
+
+def _fill(torch: Any, mixer: Any) -> None:
+    """Weights of the size of 1 in place of the small start, whose outputs vanish."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in mixer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) / 2)
+
+
+def _attend(q: Any, k: Any, v: Any) -> Any:
+    import torch.nn.functional as F
+
+    return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+
+def _two_layers(q: Any, k: Any, v: Any, _: Any) -> tuple:
+    W1, W2 = k.mT, v
+    return (q @ W1).softmax(-1) @ W2, _attend(q, k, v)
+
+
+def _single_layer(q: Any, k: Any, v: Any, _: Any) -> tuple:
+    import torch.nn.functional as F
+
+    from ...models.t5 import attend_linearly
+
+    wide_q, wide_k = F.elu(q) + 1, F.elu(k) + 1
+    scores = wide_q @ wide_k.mT
+    return attend_linearly(q[:, None], k[:, None], v[:, None], [])[:, 0], scores / (scores.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+def _inner_step(q: Any, k: Any, v: Any, _: Any) -> tuple:
+    import torch
+    import torch.nn.functional as F
+
+    from ...models.inner import learn
+    from ...models.t5 import LOOPS
+
+    N, d = k.shape[1:]
+    generator = torch.Generator().manual_seed(1)
+    W1, W2 = torch.randn(2, d, d, generator=generator, dtype=torch.float64)
+    found = learn(LOOPS["2layer"], [W1[None], W2[None]], q[:, None], k[:, None], v[:, None], (3, 4))[:, 0]
+    stated = []
+    for each_q, each_k, each_v in zip(q, k, v, strict=True):
+        weights = [W1.clone().requires_grad_(), W2.clone().requires_grad_()]
+        loss = -((F.silu(each_k @ weights[0]) @ weights[1]) * each_v).sum() / (N * d**0.5)
+        steps = torch.autograd.grad(loss, weights)
+        stated.append(F.silu(each_q @ (W1 - steps[0])) @ (W2 - steps[1]))
+    return found, torch.stack(stated)
+
+
+def _shifted_gradient(_: Any, k: Any, v: Any, delta: Any) -> tuple:
+    import torch
+    import torch.nn.functional as F
+
+    k, v = k[0, 0], v[0, 0]
+    generator = torch.Generator().manual_seed(1)
+    W1, W2 = torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)
+
+    def slope(z: Any) -> Any:
+        return torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
+
+    def gradient(keys: Any) -> Any:
+        """∂/∂W1 of −vᵀ W2 σ(W1 k) by autograd; columns, as in the text."""
+        W = W1.clone().requires_grad_()
+        return torch.autograd.grad(-(v @ (W2 @ F.silu(W @ keys))), W, create_graph=True)[0]
+
+    _, along = torch.autograd.functional.jvp(gradient, k, delta)
+    _, curvature = torch.autograd.functional.jvp(slope, W1 @ k, W1 @ delta)  # σ''(W1 k) ⊙ W1 δ
+    text = -torch.outer((W2.mT @ v) * slope(W1 @ k), delta)
+    return along, text - torch.outer((W2.mT @ v) * curvature, k)
+
+
+def _instance_norm(_: Any, k: Any, __: Any, ___: Any) -> tuple:
+    import torch.nn.functional as F
+
+    from ...models.t5 import KeyNorm
+
+    return KeyNorm("instance")(k), F.instance_norm(k.mT, eps=1.0).mT
+
+
+def _half_neighbours(q: Any, k: Any, v: Any, _: Any) -> tuple:
+    import torch
+
+    from ...models.t5 import Mixer
+
+    def mix(neighbours: int) -> Any:
+        mixer = Mixer(q.shape[-1], 1, "swiglu", neighbours=neighbours).double()
+        _fill(torch, mixer)
+        with torch.no_grad():
+            return mixer.mix(q, k, v, (3, 4))
+
+    # a window as wide as both sides of the grid has every token, so that its attention is that of softmax
+    wide = 5
+    near = _attend(q * q.shape[-1] ** -0.5, k, v)
+    return mix(wide), 0.5 * mix(0) + 0.5 * near
+
+
+_IDENTITIES = {
+    "two_layers": _two_layers,
+    "single_layer": _single_layer,
+    "inner_step": _inner_step,
+    "shifted_gradient": _shifted_gradient,
+    "instance_norm": _instance_norm,
+    "half_neighbours": _half_neighbours,
+}
