@@ -37,6 +37,7 @@ class Grid:
         section: of params.yaml, in which the recipe stands.
         spec: the task of the variants.
         adapt: (recipe, name of a variant) -> the recipe with what a variant changes beside options; None changes nothing.
+        of_teacher: a file of weights -> the same grid for students of that model; None where no variant inherits.
     """
 
     stage: str
@@ -50,17 +51,27 @@ class Grid:
     section: str = "pretrain"
     spec: TaskSpec = SPEC
     adapt: Callable[[Any, str], Any] | None = None
+    of_teacher: Callable[[str], "Grid"] | None = None
 
 
-def load_grid(paper: str) -> Grid:
-    """The `GRID` of a paper's room; a UserError for an unknown paper, or one whose room has no variants."""
+def load_grid(paper: str, teacher: str | None = None) -> Grid:
+    """The `GRID` of a paper's room, or that for students of another teacher.
+
+    Raises:
+        UserError: an unknown paper, one whose room has no variants, or a teacher for variants that do not inherit.
+    """
     rooms = [room.split(".")[-2] for room in find_rooms()]
     if paper not in rooms:
         raise UserError(f"ablate: --paper {paper}: not known{did_you_mean(paper, rooms)}")
     name = f"{__package__}.{paper}.grid"
     if importlib.util.find_spec(name) is None:
         raise UserError(f"ablate: --paper {paper}: its room declares no variants")
-    return importlib.import_module(name).GRID
+    grid = importlib.import_module(name).GRID
+    if teacher is None:
+        return grid
+    if grid.of_teacher is None:
+        raise UserError(f"ablate: --teacher {teacher}: the variants of {paper} begin with random weights; leave it out")
+    return grid.of_teacher(teacher)
 
 
 def run_variants(grid: Grid, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool) -> None:

@@ -17,7 +17,6 @@ from repro.training.checkpoint import Checkpointer, rng_state, set_rng_state
 from repro.training.guard import diagnose, dump_bad_step, load_dump
 from repro.training.loop import fit
 from repro.training.optim import build_optimizer, build_schedule
-from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 
