@@ -65,6 +65,12 @@ measure-cpu: setup
 		'segment --cell hvit3_nano_scenes' 'segment --cell vmamba_nano_scenes' \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL'
 	$(REPRO) ablate --paper vit3 --all --data digits --seeds 5 --jobs $(JOBS) --no-speed
+	[ -f results/baselines/t5_softmax_nano_digits/weights.safetensors ] || $(REPRO) baselines --cell t5_softmax_nano_digits
+	$(REPRO) ablate --paper linearize --all --data digits --seeds 5 --jobs $(JOBS) --no-speed
+	$(REPRO) baselines --cell t5_nano_digits_scratch --seeds 5
+	$(REPRO) baselines --cell t5_softmax_deep_digits
+	$(REPRO) ablate --paper linearize --all --data digits --seeds 2 --jobs $(JOBS) --no-speed \
+		--teacher "$$(ls results/measured/*/baselines/t5_softmax_deep_digits/weights.safetensors | head -n 1)"
 	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
 	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3

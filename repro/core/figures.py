@@ -19,6 +19,7 @@ STYLES = {
     "vim": ("Vim", "#009E73", "^", "-"),
     "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
     "vit3": ("ViT³", "#E69F00", "D", "-"),
+    "t5": ("T5", "#E69F00", "P", ":"),
     "hvit3": ("H-ViT³", "#E69F00", "d", "--"),
     "vmamba": ("VMamba", "#009E73", "<", "--"),
     "mambavision": ("MambaVision", "#009E73", ">", ":"),

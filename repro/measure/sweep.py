@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "vim": ("vim_{}_patch16_224", None),
     "vrwkv": ("vrwkv_{}_patch16_224", None),
     "vit3": ("vit3_{}_patch16_224", None),
+    "t5": ("t5_{}_patch16_224", None),
     "hvit3": ("hvit3_{}_224", None),
     "vmamba": ("vmamba_{}_224", None),
     "mambavision": ("mambavision_{}_224", None),

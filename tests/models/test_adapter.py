@@ -13,7 +13,7 @@ from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
 from tests.models.helpers import shaken
 
-FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3")
+FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3", "t5")
 SIZE = AdapterSize(num_heads=2, prior_channels=4)
 
 
@@ -40,7 +40,8 @@ def test_parameters_as_published(size, width, own):
     totals = {}
     for family in FAMILIES:
         with torch.device("meta"):
-            adapter = build_pyramid(f"{family}_{size}_patch16_224")
+            shell = f"vit_{size}" if (family, size) == ("t5", "base") else size
+            adapter = build_pyramid(f"{family}_{shell}_patch16_224")
         assert adapter.embed_dim == width and count(adapter) - count(adapter.backbone) == own
         totals[family] = count(adapter)
     vittt, vrwkv, vit = {

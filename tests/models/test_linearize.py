@@ -6,9 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from repro.core.errors import UserError
+from repro.models.adapter import AdapterSize
+from repro.models.checkpoints import open_weights
 from repro.models.linearize import CLASS_TOKEN, PARTLY, REGISTERS, SECOND_HEAD, choose_student, freeze_inherited, inherit, read_shell
+from repro.models.pyramid import build_pyramid, load_backbone
 from repro.models.registry import build_model
 from repro.models.t5 import SHELLS
+from repro.models.weights import save_weights
+from repro.tasks.detection.mask_rcnn import MaskRcnn
+from repro.tasks.detection.params import MaskRcnnParams
+from repro.tasks.segmentation.params import UperNetParams
+from repro.tasks.segmentation.upernet import build_upernet
 from tests.models.helpers import relative, shaken
 
 SMALL = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
@@ -172,3 +180,35 @@ def test_other_models_are_named(name, kind):
 def test_a_linearised_model_is_not_linearised_again():
     with pytest.raises(UserError, match="is a linearised model already"):
         read_shell(build_model("t5_nano_patch16_144"), "w.pth")
+
+
+def test_a_linearised_vit_is_a_backbone_of_detection_and_segmentation(tmp_path):
+    """It keeps its grid, so its weights go into a ViT-Adapter, and both heads reach every parameter of it."""
+    student, _, _ = student_of(vit(depth=4))
+    name, options = student.built_from
+    file = tmp_path / "weights.safetensors"
+    shown = {"input_size": [3, 64, 64], "interpolation": "bilinear", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    save_weights(file, student, name=name, options=options, preprocessing=shown, classes=list("abcde"))
+    inherited = {key: value for key, value in student.state_dict().items() if not key.startswith(("norm.", "head."))}
+    image = torch.randn(3, 64, 64)
+    target = {
+        "boxes": torch.tensor([[4.0, 4.0, 40.0, 30.0]]),
+        "labels": torch.tensor([1]),
+        "masks": torch.zeros(1, 64, 64, dtype=torch.uint8),
+    }
+    target["masks"][:, 4:30, 4:40] = 1
+    for task in ("detection", "segmentation"):
+        kept = {key: value for key, value in options.items() if key != "num_classes"}
+        pyramid = build_pyramid(name, options=kept, size=AdapterSize(num_heads=4, prior_channels=32))
+        load_backbone(pyramid, open_weights(file))
+        for key, value in inherited.items():
+            assert torch.equal(pyramid.trunk.state_dict()[key], value), key
+        if task == "detection":
+            losses = MaskRcnn(pyramid, 3, MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_layers=1))(
+                [image], [target]
+            )
+        else:
+            upernet = build_upernet(pyramid, UperNetParams(channels=8, aux_channels=4), num_classes=3, window=64, stride=None)
+            losses = {"loss": upernet(image[None]).square().mean()}
+        sum(losses.values()).backward()
+        assert all(p.grad is not None for key, p in pyramid.trunk.blocks.named_parameters())

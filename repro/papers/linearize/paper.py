@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from ...report.paper import Paper, Question, Variants, VariantTable
+from ...report.paper import Contest, Paper, Question, Variants, VariantTable
 from . import formulas
+from .recovery import describe_recovery, recovery_section
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (formulas.recipe_setting, formulas.neighbours_macs_g, formulas.in_tenths, formulas.identity_error, formulas.shift_error)
@@ -42,6 +43,20 @@ PAPER = Paper(
         Question(label="accuracies on ImageNet-1K", entries=("table?*.top1_percent",)),
         Question(label="speeds of SD3.5", entries=("text.large.sd_*_at_*",)),
     ),
+    contest=Contest(
+        ours=("t5_tiny_patch16_224", "T5-T"),
+        theirs=("deit_tiny_patch16_224", "DeiT-T"),
+        sizes=(224, 1280),
+        picture="t5_resolution.png",
+        series={
+            "t5": ("t5_tiny_patch16_224", None),
+            "deit_fused": ("deit_tiny_patch16_224", "fused"),
+            "deit": ("deit_tiny_patch16_224", "unfused"),
+        },
+    ),
+    pictures=("figures/t5_resolution.png",),
+    sections=(recovery_section,),
+    passages={"docs/linearize.md": {"recovery": describe_recovery}},
     variants=Variants(
         options=VARIANTS,
         recipes={name: {"freeze": True} for name in FROZEN},

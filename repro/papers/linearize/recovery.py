@@ -1,0 +1,96 @@
+"""How much of a softmax model's accuracy its students recover on embedded data: before training, after it, and in how many steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.statistics import describe_sample
+from ...report.claims import Report
+from ...report.document import Block, Bullets, Line, Piece, Section, code, number, prose, table
+from ...report.gallery import describe_origin
+from ...report.records import Source, describe_seeds
+
+SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
+COMMAND = "repro linearize --cell t5_nano_digits"
+
+
+def recovery_section(report: Report) -> list[Section]:
+    """The section of the paper's page; none without records."""
+    return [Section("What students recover of their softmax models", describe_recovery(report))] if _find_students(report) else []
+
+
+def describe_recovery(report: Report) -> list[Block]:
+    """Of each softmax model its accuracy, and those of its students, best first; beside them the students trained from random weights."""
+    groups = _find_students(report)
+    if not groups:
+        return [prose(f"No model is linearised yet: `{COMMAND}`.")]
+    blocks: list[Block] = []
+    for init, students in groups.items():
+        teacher = next((source for source in report.results.sources if source.metrics.get("weights_hash") == init), None)
+        m = students[0].metrics
+        known = f"the softmax model `{m['init']['weights']}`"
+        if teacher is not None:
+            known += f": top-1 {_format(teacher.metrics)} after {teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
+        about = f"Students of {known}. All on {m['data']}, {m['held_out_images']} images of {m['split']}."
+        header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "device, profile"]
+        rows = [_row(source, teacher, report) for source in students]
+        blocks += [prose(about), table(header, rows)]
+        if lines := [_describe_scratch(source, report) for source in _find_scratch(report, students)]:
+            blocks.append(Bullets(lines))
+    text = (
+        "Before training: the student with what it inherits and with new weights as they are drawn. In brackets are 95 % intervals of the "
+        "mean over seeds; all students of a table have one teacher, whose own seeds would differ as well. The paper linearises DeiT-T on "
+        "ImageNet-1K: nothing here is compared with its numbers."
+    )
+    return [*blocks, (text,)]
+
+
+def _find_students(report: Report) -> dict[str, list[Source]]:
+    """Hash of a teacher's weights -> its students, best first; of two records of one student that with more seeds."""
+    found: dict[str, dict[tuple, Source]] = {}
+    for source in report.results.sources:
+        m = source.metrics
+        if source.is_trained and UNTRAINED in m and m.get("init"):
+            own = found.setdefault(m["init"]["weights_hash"], {})
+            key = (_name(source), m.get("freeze", False), m["steps"], m["data"])
+            if key not in own or len(m["by_seed"]) > len(own[key].metrics["by_seed"]):
+                own[key] = source
+    return {init: sorted(own.values(), key=lambda source: -source.metrics[SCORE]) for init, own in found.items()}
+
+
+def _find_scratch(report: Report, students: Sequence[Source]) -> list[Source]:
+    """Trainings of the students' model from random weights, on the same data."""
+    shared = {(source.metrics["model"], source.metrics["data"]) for source in students}
+    return [
+        source
+        for source in report.results.sources
+        if source.is_trained and not source.metrics.get("init") and (source.metrics.get("model"), source.metrics.get("data")) in shared
+    ]
+
+
+def _name(source: Source) -> str:
+    defaults = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0}
+    chosen = {key: source.metrics["options"].get(key, value) for key, value in defaults.items()}
+    near = f", neighbours {chosen['neighbours']}" if chosen["neighbours"] else ""
+    return f"{chosen['inner']}, norm {chosen['key_norm']}, dwc {chosen['dwc']}{near}"
+
+
+def _row(source: Source, teacher: Source | None, report: Report) -> list[Piece | Line]:
+    m = source.metrics
+    untrained = describe_sample([run[UNTRAINED] for run in m["by_seed"]]).mean
+    share = number(f"{100 * m[SCORE] / teacher.metrics[SCORE]:.1f} %") if teacher else "–"
+    trained = "new weights alone" if m.get("freeze") else "all weights"
+    counts = number(f"{m['steps']:,}"), number(len(m["by_seed"]))
+    scores = number(f"{untrained:.1f} %"), number(_format(m))
+    return [_name(source), trained, *counts, *scores, share, describe_origin([source], report.named)]
+
+
+def _describe_scratch(source: Source, report: Report) -> Line:
+    text = f" from random weights ({_name(source)}): top-1 {_format(source.metrics)} after {source.metrics['steps']:,} steps"
+    return code(source.metrics["model"]), text, f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
+
+
+def _format(metrics: Mapping[str, Any]) -> str:
+    """The mean and its interval."""
+    sample = describe_sample([run[SCORE] for run in metrics["by_seed"]])
+    low, high = sample.ci95 or (0.0, 0.0)
+    return f"{sample.mean:.1f} %" + (f" [{low:.1f}, {min(high, 100):.1f}]" if sample.ci95 else "")
