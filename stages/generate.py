@@ -1,4 +1,4 @@
-"""`repro generate`: train a denoiser, DiT or DiT3, or draw pictures with one. No stage of the pipeline: its results are those of runs by hand."""
+"""`repro generate`: train a denoiser, DiT, DiT3 or DiT5, or draw pictures with one. No stage of the pipeline: its results are those of runs by hand."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,13 +21,16 @@ STAGE = Stage(
 )
 
 
-_TRAINING = ("cell", "gpus", "seeds")
+_TRAINING = ("cell", "gpus", "seeds", "source")
 
 
 def command(
     context: typer.Context,
     cell: Annotated[
         str | None, typer.Option(help="Train this cell of `generate:` in params.yaml; the results go to results/measured.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="With --cell: begin with these weights; a DiT5 inherits those of a DiT.")
     ] = None,
     gpus: GpusOption = None,
     seeds: SeedsOption = None,
@@ -53,17 +56,22 @@ def command(
     """Draw pictures with a denoiser, or train one; a stopped training continues where it was."""
     given = [name for name in context.params if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"]
     if weights is None:
-        from repro.training.cells import train_cells
+        from repro.training.cells import run_cells, train_cells
+        from repro.training.linearize import make_denoiser_cell
 
         if drawing := [name for name in given if name not in _TRAINING]:
             option = f"--{drawing[0].replace('_', '-')}"
             raise UserError(f"generate: {option} is for drawing, which needs --weights FILE; a training takes all settings from its cell")
         if cell is None:
             raise UserError("generate: nothing to do; train with --cell NAME, or draw with --weights FILE")
-        train_cells("generate", SPEC, cell, gpus, seeds=seeds, by_hand=True)
+        if source is None:
+            train_cells("generate", SPEC, cell, gpus, seeds=seeds, by_hand=True)
+            return
+        many = ["--seeds", str(seeds)] if seeds else []
+        run_cells([make_denoiser_cell(cell, source, seeds)], gpus, ["generate", "--cell", cell, "--from", source, *many])
         return
     if set(given) & set(_TRAINING):
-        raise UserError("generate: --cell, --gpus and --seeds train, and --weights draws; take one of them")
+        raise UserError("generate: --cell, --from, --gpus and --seeds train, and --weights draws; take one of them")
     from repro.inference.generate import DrawRequest, draw_pictures
 
     changed = {name: value for name, value in (("steps", steps), ("sampler", sampler), ("guidance", guidance)) if value is not None}

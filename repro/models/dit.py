@@ -1,7 +1,8 @@
-"""DiT and DiT3, diffusion transformers for class-conditional images: S, B, L and XL, and nanos for tests and the embedded data sets.
+"""DiT, DiT3 and DiT5, diffusion transformers for class-conditional images: S, B, L and XL, and nanos for tests and the embedded data sets.
 
 A denoiser predicts the noise in a noisy input at a timestep, given a class: latents of a VAE with 4 channels, or pixels. DiT mixes tokens by
-softmax attention. DiT3 mixes them by the TTT block of ViT3, after a depth-wise convolution (CPE), which a DiT may have too.
+softmax attention. DiT3 mixes them by the TTT block of ViT3, after a depth-wise convolution (CPE), which a DiT may have too. DiT5 is a DiT
+whose softmax attention becomes the mixer of T5: it inherits everything else.
 Positions are fixed sines and cosines of the grid, so any input whose sides the patch divides will do.
 
 Shape suffixes: B images, N tokens (h·w), C width; the input is (B, K, H, W).
@@ -21,12 +22,20 @@ from torch import Tensor, nn
 
 from ..core.errors import UserError
 from .backbone import Grid, OperatorModel
+from .inner import InnerLoop
 from .registry import register_denoisers
+from .t5 import Mixer
+from .t5 import official_state_dict as official_t5
 from .vit3 import InnerTraining
 
 EPS = 1e-6
+MIXERS = ("softmax", "ttt", "t5")
+WINDOW = 5  # of the neighbourhood attention in DiT5
 WAVES = 256  # sines and cosines of a timestep
 LONGEST_PERIOD = 10_000.0
+
+
+T5_LOOP = InnerLoop(model="mlp", depth=2, loss="mse")
 
 
 class DiTBlock(nn.Module):
@@ -36,11 +45,11 @@ class DiTBlock(nn.Module):
     (adaLN-Zero: the linear layer begins at zero, and the block as the identity).
     """
 
-    def __init__(self, dim: int, num_heads: int, mixer: Literal["softmax", "ttt"], cpe: bool):
+    def __init__(self, dim: int, num_heads: int, mixer: Literal["softmax", "ttt", "t5"], cpe: bool):
         super().__init__()
         self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if cpe else None
         self.norm1 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
-        self.attn = InnerTraining(dim, num_heads) if mixer == "ttt" else Attention(dim, num_heads, qkv_bias=True)
+        self.attn = build_mixer(mixer, dim, num_heads)
         self.norm2 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
         self.mlp = Mlp(dim, 4 * dim, act_layer=functools.partial(nn.GELU, approximate="tanh"))
         self.modulation = nn.Linear(dim, 6 * dim)
@@ -51,12 +60,12 @@ class DiTBlock(nn.Module):
             tokens = tokens + self.cpe(tokens.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
         mixed = modulate(self.norm1(tokens), shift1, scale1)
-        tokens = tokens + gate1 * (self.attn(mixed, grid) if isinstance(self.attn, InnerTraining) else self.attn(mixed))
+        tokens = tokens + gate1 * (self.attn(mixed) if isinstance(self.attn, Attention) else self.attn(mixed, grid))
         return tokens + gate2 * self.mlp(modulate(self.norm2(tokens), shift2, scale2))
 
 
 class Denoiser(OperatorModel):
-    """DiT, or DiT3 with `mixer="ttt"`.
+    """DiT, DiT3 with `mixer="ttt"`, or DiT5 with `mixer="t5"`.
 
     Args:
         patch_size: side of a patch; height and width of every input must be multiples of it.
@@ -77,13 +86,13 @@ class Denoiser(OperatorModel):
         num_heads: int = 6,
         num_classes: int = 1000,
         *,
-        mixer: Literal["softmax", "ttt"] = "softmax",
+        mixer: Literal["softmax", "ttt", "t5"] = "softmax",
         cpe: bool | None = None,
         learn_sigma: bool = True,
     ):
         super().__init__()
-        if mixer not in ("softmax", "ttt"):
-            raise ValueError(f"mixer {mixer!r} is not softmax or ttt")
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer {mixer!r} is not {', '.join(MIXERS[:-1])} or {MIXERS[-1]}")
         if embed_dim % num_heads or embed_dim % 4:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads} and of 4")
         self.patch_size, self.in_channels, self.embed_dim, self.depth, self.num_heads = patch_size, in_channels, embed_dim, depth, num_heads
@@ -111,8 +120,16 @@ class Denoiser(OperatorModel):
         nn.init.zeros_(self.patch_embed.bias)
         for weight in (self.class_embed.weight, self.time_embed[0].weight, self.time_embed[2].weight):
             nn.init.normal_(weight, std=0.02)
+        for block in self.blocks:
+            if isinstance(block.attn, Mixer):
+                block.attn.init_weights()
         for linear in (*(block.modulation for block in self.blocks), self.modulation, self.head):
             nn.init.zeros_(linear.weight)
+
+    def new_parameters(self) -> set[str]:
+        """The names of the parameters that a DiT of the same shell does not have; of a DiT5 alone."""
+        mixers = {f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, Mixer)}
+        return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Rows and columns of patches in an input, whose sides must be positive multiples of the patch size (ValueError)."""
@@ -152,7 +169,7 @@ class Denoiser(OperatorModel):
         """Named counts of parameters that add up to the model's own; releases also count their fixed table of N·C positions."""
         C, L = self.embed_dim, self.depth
         d = C // self.num_heads
-        ttt = self.mixer == "ttt"
+        ttt, t5 = self.mixer == "ttt", self.mixer == "t5"
         projections = (C + 1) * (3 * C + 3 * d) + (C + d + 1) * C if ttt else 4 * C * C + 4 * C
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
@@ -160,7 +177,9 @@ class Denoiser(OperatorModel):
             "class_embed": (self.num_classes + 1) * C,
             "cpe": L * 10 * C * self.cpe,
             "projections": L * projections,
-            "inner_start": L * (2 * C * d + 9 * d) * ttt,
+            "inner_start": L * ((2 * C * d + 9 * d) * ttt + 2 * C * d * t5),
+            "scales": L * 4 * C * t5,
+            "convolutions": L * 20 * C * t5,
             "mlp": L * (8 * C * C + 5 * C),
             "modulation": L * 6 * C * (C + 1) + 2 * C * (C + 1),
             "head": (C + 1) * self.head.out_features,
@@ -171,19 +190,32 @@ class Denoiser(OperatorModel):
         C, L = self.embed_dim, self.depth
         d = C // self.num_heads
         h, w = self.grid_of(*image_size)
-        N, ttt = h * w, self.mixer == "ttt"
+        N, ttt, t5 = h * w, self.mixer == "ttt", self.mixer == "t5"
         return {
             "patch_embed": N * self.patch_embed.weight.numel(),
             "time_embed": (WAVES + C) * C,
             "cpe": L * N * 9 * C * self.cpe,
             "projections": L * N * C * ((3 * C + 3 * d + C + d) if ttt else 4 * C),
-            "attention": L * 2 * N * N * C * (not ttt),
+            "attention": L * 2 * N * N * C * (self.mixer == "softmax"),
             "inner_glu": L * 6 * N * C * d * ttt,
+            "inner_mlp": L * self.num_heads * T5_LOOP.count_macs(N, d) * t5,
+            "neighbours": L * 2 * N * min(WINDOW, h) * min(WINDOW, w) * C * t5,
+            "convolutions": L * 2 * 9 * N * C * t5,
             "inner_conv": L * 2 * 9 * N * d * ttt,
             "mlp": L * N * 8 * C * C,
             "modulation": L * 6 * C * C + 2 * C * C,
             "head": N * C * self.head.out_features,
         }
+
+
+def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
+    """A mixer by its name, for tokens of width C = `dim`.
+
+    That of DiT5 has two layers that learn by the squared error, q and k with a scale and an offset, and half neighbourhood attention.
+    """
+    if mixer == "t5":
+        return Mixer(dim, num_heads, "2layer", "instance", "qk", WINDOW, loop=T5_LOOP, affine=True)
+    return InnerTraining(dim, num_heads) if mixer == "ttt" else Attention(dim, num_heads, qkv_bias=True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -218,13 +250,13 @@ _OFFICIAL = {
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official releases of DiT and DiT3 under our names, without their fixed table of positions.
+    """The state dict of the official releases of DiT, DiT3 and DiT5 under our names, without their fixed table of positions.
 
     Raises:
         UserError: a table of positions that is not the one that is computed here.
     """
     renamed = {}
-    for key, value in state_dict.items():
+    for key, value in _join_scales(official_t5(state_dict) if any(".attn.q_conv2d." in key for key in state_dict) else state_dict).items():
         for theirs, ours in _OFFICIAL.items():
             key = key.replace(theirs, ours)
         renamed[key] = value
@@ -238,6 +270,18 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scale and offset of DiT5's q and k, each (1, 1, C, 2) with q before k -> (2 of q and k, C, 2 of scale and offset)."""
+    joined = {key: value for key, value in state_dict.items() if not key.endswith(("qk_scale_ttt", "qk_offset_ttt"))}
+    for key in [key for key in state_dict if key.endswith("qk_scale_ttt")]:
+        stem = key.removesuffix("qk_scale_ttt")
+        both = [state_dict.get(f"{stem}qk_{name}_ttt") for name in ("scale", "offset")]
+        if both[1] is None:
+            raise UserError(f"{key} has no qk_offset_ttt beside it")
+        joined[f"{stem}affine"] = torch.stack([each[0, 0] for each in both], dim=-1).transpose(0, 1).contiguous()
+    return joined
+
+
 SIZES = {
     "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
@@ -248,7 +292,7 @@ SIZES = {
 }
 PATCHES = {"small": (8, 4, 2), "base": (8, 4, 2), "large": (2,), "xlarge": (2,), "nano": (4, 1)}
 
-for _family, _mixer in (("dit", "softmax"), ("dit3", "ttt")):
+for _family, _mixer in (("dit", "softmax"), ("dit3", "ttt"), ("dit5", "t5")):
     for _size, _patches in PATCHES.items():
         _named = {f"{_family}_{_size}_patch{p}": {"patch_size": p, "mixer": _mixer, **SIZES[_size]} for p in _patches}
         register_denoisers(Denoiser, _named)

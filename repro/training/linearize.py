@@ -1,15 +1,17 @@
-"""Linearising a ViT that no cell of params.yaml names: the cell of `repro linearize --from`."""
+"""Cells that no section of params.yaml names: those of `repro linearize --from` and `repro generate --from`."""
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.config import load_section, section_keys
+from ..core.config import find_cell, load_section, section_keys
 from ..core.errors import UserError, did_you_mean
 from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
+from ..tasks.generation.params import GenerateParams
+from ..tasks.generation.spec import SPEC as GENERATE
 from ..tasks.linearization.params import LinearizeParams
 from ..tasks.linearization.spec import SPEC
 from .job import Cell, Recipe
@@ -129,3 +131,23 @@ def _keep(checkpoint: Any, file: Path) -> None:
     options = {"num_classes": checkpoint.num_classes}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_weights(file, checkpoint.build(), name=checkpoint.model, options=options, preprocessing=shown, classes=classes)
+
+
+def make_denoiser_cell(cell: str, source: str, seeds: int | None) -> Cell:
+    """The cell of `generate:` that begins with the weights in a file, into a folder of its own.
+
+    Raises:
+        UserError: no such cell, or no such file.
+    """
+    paths = find_root()
+    file = Path(source)
+    if not file.is_file():
+        raise UserError(f"generate: --from {source}: no such file")
+    params = load_section(GenerateParams, paths.params, *find_cell(paths.params, "generate", cell))
+    params = dataclasses.replace(params, init=InitParams(weights=str(file.resolve()), sha256=hash_file(file, digits=64)))
+    if seeds:
+        params = dataclasses.replace(params, seeds=tuple(range(seeds)))
+    runtime = load_runtime(paths)
+    name = f"{cell}_inherited" + (f"_{seeds}seeds" if seeds else "")
+    folder = paths.measured(device_slug(choose_device(runtime.device))) / "generate" / name
+    return Cell(stage="generate", name=name, params=params, spec=GENERATE, paths=paths, runtime=runtime, folder=folder)

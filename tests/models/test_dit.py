@@ -11,13 +11,19 @@ from torch import Tensor
 from repro.core.errors import UserError
 from repro.measure.build import create
 from repro.measure.flops import OperatorCounter, cost
-from repro.models.dit import Denoiser, DiTBlock, embed_positions, official_state_dict
+from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, official_state_dict
 from repro.models.registry import build_denoiser, build_model, family_module
-from repro.models.weights import load_state
+from repro.models.weights import load_state, save_weights
+from repro.tasks.generation.data import fill
 from tests.models.helpers import relative, shaken
 
 FILE = Path(__file__).parents[1] / "data" / "dit3.npz"
-VARIANTS = [("dit_nano_patch4", {}), ("dit_nano_patch4", {"cpe": True, "learn_sigma": True}), ("dit3_nano_patch4", {})]
+VARIANTS = [
+    ("dit_nano_patch4", {}),
+    ("dit_nano_patch4", {"cpe": True, "learn_sigma": True}),
+    ("dit3_nano_patch4", {}),
+    ("dit5_nano_patch4", {}),
+]
 each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
 
 
@@ -105,6 +111,14 @@ COUNTS = {
     "dit3_base_patch2": (133_956_128, 134_152_736, 23.3301),
     "dit3_large_patch2": (None, 467_804_192, 81.563),
     "dit3_xlarge_patch2": (None, 689_410_976, 120.418),
+    "dit5_small_patch8": (None, 33_848_576, None),
+    "dit5_small_patch4": (None, 33_645_440, None),
+    "dit5_small_patch2": (None, 33_663_776, None),
+    "dit5_base_patch8": (None, 132_282_368, None),
+    "dit5_base_patch4": (None, 131_876_480, None),
+    "dit5_base_patch2": (None, 131_913_248, None),
+    "dit5_large_patch2": (None, 461_838_368, None),
+    "dit5_xlarge_patch2": (None, 680_548_640, None),
 }
 
 
@@ -115,11 +129,13 @@ def test_counts_of_the_sizes(name):
     found, model = cost(name, {}, (32, 32)), create(name, {}, (32, 32), device="meta")
     tokens = (32 // model.patch_size) ** 2
     assert found.num_params + tokens * model.embed_dim == total and trainable in (None, found.num_params)
+    if macs_g is None:
+        return
     gradient_of_the_convolution = found.mac_terms["inner_conv"] // 2
     assert (found.macs - gradient_of_the_convolution) / 1e9 == pytest.approx(macs_g, rel=2e-4)
 
 
-@pytest.mark.parametrize("name", ["dit_small_patch8", "dit3_small_patch8"])
+@pytest.mark.parametrize("name", ["dit_small_patch8", "dit3_small_patch8", "dit5_small_patch8"])
 def test_the_closed_form_is_what_the_counter_counts(name):
     model = create(name, {"depth": 2}, (32, 32), fused=False, device="meta")
     inputs = torch.empty(1, 4, 32, 32, device="meta"), *(torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2))
@@ -207,6 +223,43 @@ def test_it_begins_as_the_identity_that_predicts_nothing():
         assert relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3 and relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
 
 
+def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
+    """Everything that a DiT has is its own, from a file of this project or of a release; the rest is new; a DiT with a CPE does not fit."""
+    teacher = small("dit_nano_patch4")
+    options = {"embed_dim": 24, "depth": 2}
+    described = {"preprocessing": {"input_size": [1, 8, 8]}, "classes": [str(i) for i in range(10)]}
+    own, foreign = tmp_path / "own.safetensors", tmp_path / "release.pt"
+    save_weights(own, teacher, name="dit_nano_patch4", options=options, **described)
+    torch.save(teacher.state_dict(), foreign)
+    for file in (own, foreign):
+        student = build_denoiser("dit5_nano_patch4", **options)
+        before = {key: value.clone() for key, value in student.state_dict().items()}
+        fates = fill(student, file, "dit5_nano_patch4")
+        new = {key for key, fate in fates.items() if fate == "expected: new"}
+        assert new == student.new_parameters() == set(student.state_dict()) - set(teacher.state_dict())
+        for key, value in student.state_dict().items():
+            assert torch.equal(value, before[key] if key in new else teacher.state_dict()[key]), key
+    save_weights(own, student, name="dit5_nano_patch4", options=options, **described)
+    again = build_denoiser("dit5_nano_patch4", **options)
+    assert set(fill(again, own, "dit5_nano_patch4").values()) == {"used"}
+    torch.save(small("dit_nano_patch4", cpe=True).state_dict(), foreign)
+    with pytest.raises(UserError, match="does not fit dit5_nano_patch4 .*cpe"):
+        fill(again, foreign, "dit5_nano_patch4")
+
+
+def test_the_mixer_of_a_dit5_is_the_releases():
+    """Its tensors of one mixer, under the release's names, through the same translation as a whole file."""
+    with np.load(FILE.with_name("t5.npz")) as file:
+        truth = {key.removeprefix("dit5_mixed_nat5/"): torch.from_numpy(file[key]) for key in file if key.startswith("dit5_mixed_nat5/")}
+    state = {f"blocks.0.attn.{key.removeprefix('state_dict/')}": value for key, value in truth.items() if key.startswith("state_dict/")}
+    mixer = build_mixer("t5", 36, 3)
+    mixer.load_state_dict({key.removeprefix("blocks.0.attn."): value for key, value in official_state_dict(state).items()})
+    assert relative(mixer(truth["x"], (6, 6)), truth["out"]) < 1e-5
+    del state["blocks.0.attn.qk_offset_ttt"]
+    with pytest.raises(UserError, match="qk_scale_ttt has no qk_offset_ttt beside it"):
+        official_state_dict(state)
+
+
 def test_denoisers_have_their_own_register():
     assert family_module("dit3_small_patch2") == family_module("dit_base_patch8") == "repro.models.dit"
     assert not timm.is_model("dit3_small_patch2")
@@ -216,7 +269,7 @@ def test_denoisers_have_their_own_register():
     ):
         with pytest.raises(ValueError, match=message):
             build_denoiser(wrong)
-    with pytest.raises(ValueError, match="cannot be built with {'mixer': 'tt'}: mixer 'tt' is not softmax or ttt"):
+    with pytest.raises(ValueError, match="cannot be built with {'mixer': 'tt'}: mixer 'tt' is not softmax, ttt or t5"):
         build_denoiser("dit3_nano_patch4", mixer="tt")
     with pytest.raises(ValueError, match="embed_dim 50 is not a multiple of num_heads 2 and of 4"):
         build_denoiser("dit_nano_patch4", embed_dim=50)

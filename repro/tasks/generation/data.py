@@ -20,7 +20,7 @@ from ...data.settings import TransformSettings
 from ...data.tree import Tree
 from ...models.checkpoints import open_weights
 from ...models.registry import family_module
-from ...models.weights import is_foreign, load_state, read_official, translate_official
+from ...models.weights import is_foreign, load_state, read_metadata, read_official, translate_official
 from .params import GenerateParams, InputSettings
 from .scores import Judge
 
@@ -50,8 +50,18 @@ def read_denoiser(path: Path, model: str) -> Mapping[str, Tensor]:
 
 
 def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
-    """Fill a denoiser from a file, strictly, and say what became of each key; raises UserError where it does not fit."""
-    return load_state(model, read_denoiser(path, name), f"{path}: does not fit {name} as built with {model.built_from[1] or 'no options'}")
+    """Fill a denoiser from a file, strictly, and say what became of each key; raises UserError where it does not fit.
+
+    A DiT5 takes a file of its own, or one of the DiT of its size: then what that DiT lacks stays as it is.
+    """
+    error = f"{path}: does not fit {name} as built with {model.built_from[1] or 'no options'}"
+    new = model.new_parameters()
+    softmax = name.replace("dit5_", "dit_", 1)
+    inherits = bool(new) and (is_foreign(path) or read_metadata(path)["model"] == softmax)
+    state = read_denoiser(path, softmax if inherits else name)
+    if not inherits or not new.isdisjoint(state):
+        return load_state(model, state, error)
+    return load_state(model, state, error, new=new.__contains__) | dict.fromkeys(new, "expected: new")
 
 
 def open_judge(params: GenerateParams, classes: Sequence[str], device: torch.device) -> Judge:

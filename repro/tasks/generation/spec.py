@@ -13,6 +13,9 @@ from .params import GenerateParams
 SHOWN_CLASSES, SHOWN_OF_EACH = 10, 8  # samples in the picture of examples: a row for each class
 
 
+DIT5_FACTOR = 2.0  # of its release, whose other rates are those of a DiT
+
+
 class Generate(TaskSpec):
     """Class-conditional image generation; the lower the held-out loss, the better."""
 
@@ -49,6 +52,8 @@ class Generate(TaskSpec):
         from .task import Generation
 
         how = {"transform": params.transform, "label_dropout": params.label_dropout, "sampling": params.sampling, "seed": params.seeds[0]}
+        if parts["model"].new_parameters() and params.init is not None:
+            how["inner_factor"] = DIT5_FACTOR
         if params.judge is not None:
             from .data import open_judge
 

@@ -1,5 +1,6 @@
 """Class-conditional generation as a task of the engine: the loss of a denoiser at random steps, and on held-out images at fixed ones."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from ...data.loader import EvalLoader, TrainLoader
 from ...training.loop import Task
+from ...training.optim import build_optimizer
+from ...training.params import OptimParams
 from .diffusion import Diffusion, guide, make_generator
 from .params import TIMESTEPS, InputSettings, SamplingParams
 from .scores import Judge
@@ -23,6 +26,7 @@ class Generation(Task):
         transform, label_dropout, sampling: see `GenerateParams`.
         num_classes: the classes of the data set, and the label of none.
         seed: of the samples that are judged, and of the examples.
+        inner_factor: the rate of inner weights, as a multiple of that of all others.
         judge, judged_samples: who judges how many samples in the evaluation of the reported split; None for nobody.
         model, train, held_out, shared: see `Task`.
     """
@@ -38,6 +42,7 @@ class Generation(Task):
         sampling: SamplingParams,
         num_classes: int,
         seed: int,
+        inner_factor: float = 1.0,
         judge: Judge | None = None,
         judged_samples: int = 0,
         **shared: Any,
@@ -45,7 +50,13 @@ class Generation(Task):
         super().__init__(model, train, held_out, **shared)
         self.transform, self.label_dropout, self.sampling, self.num_classes = transform, label_dropout, sampling, num_classes
         self.seed, self.judge, self.judged_samples = seed, judge, judged_samples
+        self.inner_factor = inner_factor
         self.diffusion = Diffusion.linear(self.device)
+
+    def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
+        """Inner weights have `inner_factor` times the rate."""
+        inner = {name for name, _ in self.model.named_parameters() if re.search(r"\.attn\.w\d$", name)}
+        return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """`mse` of the noise at a random step of each image, whose class is left out now and then, and `vb` where the variance is learned."""
