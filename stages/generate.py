@@ -21,7 +21,7 @@ STAGE = Stage(
 )
 
 
-_TRAINING = ("cell", "gpus", "seeds", "source")
+_TRAINING = ("cell", "gpus", "seeds", "init")
 
 
 def command(
@@ -29,7 +29,7 @@ def command(
     cell: Annotated[
         str | None, typer.Option(help="Train this cell of `generate:` in params.yaml; the results go to results/measured.")
     ] = None,
-    source: Annotated[
+    init: Annotated[
         str | None, typer.Option("--from", help="With --cell: begin with these weights; a DiT5 inherits those of a DiT.")
     ] = None,
     gpus: GpusOption = None,
@@ -64,11 +64,11 @@ def command(
             raise UserError(f"generate: {option} is for drawing, which needs --weights FILE; a training takes all settings from its cell")
         if cell is None:
             raise UserError("generate: nothing to do; train with --cell NAME, or draw with --weights FILE")
-        if source is None:
+        if init is None:
             train_cells("generate", SPEC, cell, gpus, seeds=seeds, by_hand=True)
             return
         many = ["--seeds", str(seeds)] if seeds else []
-        run_cells([make_denoiser_cell(cell, source, seeds)], gpus, ["generate", "--cell", cell, "--from", source, *many])
+        run_cells([make_denoiser_cell(cell, init, seeds)], gpus, ["generate", "--cell", cell, "--from", init, *many])
         return
     if set(given) & set(_TRAINING):
         raise UserError("generate: --cell, --from, --gpus and --seeds train, and --weights draws; take one of them")
