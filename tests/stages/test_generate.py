@@ -148,6 +148,7 @@ def test_a_dit5_begins_as_a_dit(ready, repro_cli):
     fates = [line.split() for line in (folder / "load_report.txt").read_text().splitlines()]
     assert {fate[-1] for fate in fates if fate[0] == "used"} == set(teacher.state_dict())
     assert json.loads((folder / "metrics.json").read_text())["metrics"]["init"]["weights_hash"] == hash_file(Path("dit.safetensors"))
+    shutil.rmtree(folder)
     for source, why in (("nothing.pt", "generate: --from nothing.pt: no such file"), ("judge.safetensors", "holds weights of vit3_nano")):
         code, _, err = repro_cli("generate", "--cell", "nano", "--from", source)
         assert code == 2 and why in err and err.count("\n") == 1
