@@ -57,7 +57,7 @@ def command(
     given = [name for name in context.params if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"]
     if weights is None:
         from repro.training.cells import run_cells, train_cells
-        from repro.training.linearize import make_denoiser_cell
+        from repro.training.from_weights import make_denoiser_cell
 
         if drawing := [name for name in given if name not in _TRAINING]:
             option = f"--{drawing[0].replace('_', '-')}"

@@ -39,7 +39,7 @@ def command(
     """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
     from repro.papers.linearize.recipe import describe_recipe
     from repro.training.cells import run_cells, train_cells
-    from repro.training.linearize import make_cell
+    from repro.training.from_weights import make_cell
 
     options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
     lengths = {"epochs": epochs, "batch-size": batch_size}

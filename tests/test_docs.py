@@ -22,6 +22,7 @@ from repro.core.config import build, load_yaml
 from tests.test_layout import imported, tracked
 
 ROOT = Path(__file__).parents[1]
+SIZES = "tiny|small|base|xlarge|large"
 PAGES = [ROOT / "README.md", ROOT / "results/measured/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
@@ -307,10 +308,10 @@ def test_the_page_of_models_names_them_all():
 
     rows = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.M)
     own = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("repro.models.")]
-    left = {name for name in (*own, *list_denoisers()) if "_nano" not in name}
+    left = {name for name in (*own, *list_denoisers()) if not re.search("_nano|_deep", name)}
     for pattern, sizes in rows:
         named = set(fnmatch.filter(left, pattern))
-        found = {name.split("_")[1] for name in named}
-        assert named and ("same" in sizes or found == set(re.findall(r"tiny|small|base|xlarge|large", sizes))), pattern
+        found = {re.search(SIZES, name)[0] for name in named}
+        assert named and ("same" in sizes or found == set(re.findall(SIZES, sizes))), pattern
         left -= named
     assert not left

@@ -58,6 +58,7 @@ ALLOWED = {
         "repro.report",
         "repro.measure",
         "repro.tasks",
+        "repro.training",
         "repro.training.job",
     ),
     "repro.planning": ("repro.core", "repro.data", "repro.measure", "repro.benchmark", "repro.report", "repro.papers"),
@@ -65,7 +66,7 @@ ALLOWED = {
 ALLOWED["stages"] = tuple(ALLOWED)
 ALLOWED["repro.cli"] = ("repro.core", "stages")
 # the part of repro.training that builds and records what the engine trains
-JOBS = ("job", "cells", "grid", "tune", "pool")
+JOBS = ("job", "cells", "from_weights", "grid", "tune", "pool")
 # packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors, huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.measure")
 LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}

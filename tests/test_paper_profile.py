@@ -10,6 +10,8 @@ import torch
 
 from repro.core.config import load_section, load_yaml
 from repro.core.runtime import seed_everything
+from repro.models.registry import build_model
+from repro.models.weights import save_weights
 from repro.tasks.spec import Datasets
 from stages import load_stages
 
@@ -55,18 +57,32 @@ def generate(params, classes):
     return dataclasses.replace(params, transform=transform), (torch.randn(2, *transform.shape), torch.tensor([0, classes - 1]))
 
 
-MADE_UP = {"classify": classify, "detect": detect, "segment": segment, "generate": generate}
+MADE_UP = {"classify": classify, "linearize": classify, "detect": detect, "segment": segment, "generate": generate}
+
+
+@pytest.fixture(scope="module")
+def softmax_weights(tmp_path_factory):
+    """Random weights of the softmax model from which the cells of `linearize:` start."""
+    cell = load_section(TRAINING["baselines"].task.params, PROFILE, "baselines", "t5_softmax_tiny_imagenet")
+    options = {**cell.options, "img_size": SIDE, "num_classes": 1000}
+    file = tmp_path_factory.mktemp("softmax") / "weights.safetensors"
+    shown = {"input_size": (3, SIDE, SIDE), "interpolation": "bicubic", "crop_pct": 0.875, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    classes = [str(index) for index in range(1000)]
+    save_weights(file, build_model(cell.model, **options), name=cell.model, options=options, preprocessing=shown, classes=classes)
+    return file
 
 
 @pytest.mark.parametrize(("stage", "cell"), CELLS, ids=[f"{stage}-{cell}" for stage, cell in CELLS])
-def test_a_batch_goes_through_every_cell(stage, cell):
+def test_a_batch_goes_through_every_cell(stage, cell, softmax_weights):
     spec = TRAINING[stage].task
     params = load_section(spec.params, PROFILE, stage, cell)
     classes = SECTIONS["prepare_data"][params.data]["expected"]["classes"]
     seed_everything(0)
     params, batch = MADE_UP[spec.name](params, classes)
     names = tuple(map(str, range(classes)))
-    model, _ = spec.build_model(dataclasses.replace(params, init=None), names, None, f"{stage}.{cell}")
+    init = softmax_weights if spec.name == "linearize" else None  # of a student; other cells begin at random
+    params = params if init else dataclasses.replace(params, init=None)
+    model, _ = spec.build_model(params, names, init, f"{stage}.{cell}")
     loader = Loader([batch])
     datasets = Datasets(train=loader.dataset, held_out={"val": loader.dataset}, classes=names)
     parts = {"model": model.train(), "train": loader, "held_out": {"val": loader}, "batch_size": 2, "device": torch.device("cpu")}

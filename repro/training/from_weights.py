@@ -58,7 +58,7 @@ def make_cell(
     params = find_recipe(paths, data)
     name, of_shell = choose_student(shell)
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
-    changes["init"] = InitParams(weights=str(file), sha256=hash_file(file, digits=64))
+    changes["init"] = _init_of(paths, file)
     changes["freeze"] = freeze
     if params.data != (data or params.data):  # the images of other data, as the ViT saw its own
         changes |= {"data": data, "transform": dataclasses.replace(params.transform, image_size=opened.image_size)}
@@ -144,10 +144,17 @@ def make_denoiser_cell(cell: str, source: str, seeds: int | None) -> Cell:
     if not file.is_file():
         raise UserError(f"generate: --from {source}: no such file")
     params = load_section(GenerateParams, paths.params, *find_cell(paths.params, "generate", cell))
-    params = dataclasses.replace(params, init=InitParams(weights=str(file.resolve()), sha256=hash_file(file, digits=64)))
+    params = dataclasses.replace(params, init=_init_of(paths, file))
     if seeds:
         params = dataclasses.replace(params, seeds=tuple(range(seeds)))
     runtime = load_runtime(paths)
     name = f"{cell}_inherited" + (f"_{seeds}seeds" if seeds else "")
     folder = paths.measured(device_slug(choose_device(runtime.device))) / "generate" / name
     return Cell(stage="generate", name=name, params=params, spec=GENERATE, paths=paths, runtime=runtime, folder=folder)
+
+
+def _init_of(paths: Paths, file: Path) -> InitParams:
+    """What a training from this file starts from; below the project's root the record names it by its place there."""
+    file = file.resolve()
+    named = file.relative_to(paths.root.resolve()) if file.is_relative_to(paths.root.resolve()) else file
+    return InitParams(weights=str(named), sha256=hash_file(file, digits=64))
