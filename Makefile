@@ -71,6 +71,9 @@ measure-cpu: setup
 	$(REPRO) baselines --cell t5_softmax_deep_digits
 	$(REPRO) ablate --paper linearize --all --data digits --seeds 2 --jobs $(JOBS) --no-speed \
 		--teacher "$$(ls results/measured/*/baselines/t5_softmax_deep_digits/weights.safetensors | head -n 1)"
+	for student in linear swiglu dwc_qk nat5; do \
+		$(REPRO) explain --map attention --data digits --teacher results/baselines/t5_softmax_nano_digits/weights.safetensors \
+			--weights "$$(ls results/measured/*/ablate/linearize/digits/$$student/weights.safetensors | head -n 1)" -o .runs/attention.png; done
 	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
 	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3

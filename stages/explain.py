@@ -23,31 +23,46 @@ def command(
     ] = None,
     model: Annotated[str | None, typer.Option(help="A registered name; without --weights, the weights that timm publishes for it.")] = None,
     map: Annotated[
-        Literal["gmm", "erf", "reconstruction"],
-        typer.Option(help="Gradient Magnitude Map, effective receptive field, or the inner loss of each token."),
+        Literal["gmm", "erf", "reconstruction", "attention"],
+        typer.Option(help="Gradient Magnitude Map, effective receptive field, the inner loss of each token, or where a ViT's tokens look."),
     ] = "gmm",
     probe: Annotated[
         str | None, typer.Option(help="Instead of a map, measure the accuracy with a changed inner loop: steps=K, ascent or q_is_k.")
     ] = None,
-    data: Annotated[str, typer.Option(help="With --probe: a cell of `prepare_data`.")] = "digits",
+    teacher: Annotated[
+        Path | None, typer.Option(help="With --map attention: the softmax model from which the model was linearised; shown beside it.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A cell of `prepare_data`: with --probe (by default digits), or in place of pictures with --map attention."),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("explained.png"),
 ) -> None:
-    """Draw the inner learner's gradients, its losses or a model's receptive field; or measure a changed inner loop."""
+    """Draw the inner learner's gradients or losses, a model's receptive field or attention; or measure a changed inner loop."""
     paths = find_root()
-    if bool(images) == bool(probe):
-        raise UserError("explain: give pictures to draw a map, or --probe NAME to measure on a data set")
+    of_data = map == "attention" and data is not None and probe is None
+    if bool(images) + bool(probe) + of_data != 1:
+        raise UserError("explain: give pictures to draw a map, or --probe NAME; --map attention takes --data NAME in place of pictures")
+    if teacher is not None and (probe or map != "attention"):
+        raise UserError("explain: --teacher goes with --map attention")
+    if images and data is not None:
+        raise UserError("explain: --data goes with --probe, or with --map attention in place of pictures")
     if weights is None and model is None:
         weights = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "weights.safetensors"
     from repro.data.cells import open_cell
+    from repro.inference.attention import measure_on_data
     from repro.inference.classifier import load_classifier
-    from repro.inference.explain import compare_probe, draw_map
+    from repro.inference.explain import compare_probe, draw_map, require_png
     from repro.inference.predict import find_pictures
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)
-    cell = open_cell(paths, runtime, data) if probe else None
+    cell = None if images else open_cell(paths, runtime, data or "digits")
     classifier = load_classifier(open_weights(weights, model=model), choose_device(runtime.device))
-    if cell is not None:
+    if cell is None:
+        draw_map(classifier, find_pictures(images), map, output, teacher)
+    elif probe is not None:
         compare_probe(classifier, cell, probe, runtime.workers)
     else:
-        draw_map(classifier, find_pictures(images), map, output)
+        require_png(output)
+        measure_on_data(classifier, cell, teacher, output, paths, runtime)

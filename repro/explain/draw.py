@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..core.record import atomic
+from .attention import choose_tokens
 from .erf import FieldShape
 
 WIDTH = 9.0  # inches, of every figure
@@ -125,6 +126,63 @@ def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> No
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
     _save(figure, path, caption)
+
+
+def draw_attention(
+    path: Path,
+    pictures: Sequence[np.ndarray],
+    shares: Mapping[str, ArrayLike],
+    numbers: Mapping[str, Mapping[str, Sequence[float]]],
+    grid: tuple[int, int],
+    caption: str,
+) -> None:
+    """Where the central one of the chosen tokens looks, a row for each picture and state with a map for each layer; below, numbers by layer.
+
+    Args:
+        pictures: (H,W,3) uint8, as the model sees them.
+        shares: state -> (L,B,h,n,N) of at least these images; the maps are means over the heads.
+        numbers: state -> name -> (L,), see `repro.explain.attention.summarise_looks`.
+        grid: (h, w) of the N patches.
+    """
+    shares = {state: np.asarray(found).mean(2) for state, found in shares.items()}
+    layers, tokens = next(iter(shares.values())).shape[0], next(iter(shares.values())).shape[2]
+    token = choose_tokens(grid)[tokens // 2]
+    rows, side = len(pictures) * len(shares), (WIDTH - 0.9) / max(layers + 1, 8)
+    labels = {"shift_ratio": "shift ratio of the keys", "reach_patches": "reach (patches)", "peak_percent": "peak (%)"}
+    labels |= {"overlap_percent": "overlap with the teacher (%)"} if any("overlap_percent" in own for own in numbers.values()) else {}
+    figure, (upper, lower) = _subfigures((rows * side + 0.6, 2.6))
+    axes = upper.subplots(rows, layers + 1, squeeze=False)
+    for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in shares):
+        high, wide = (size / count for size, count in zip(pictures[n].shape[:2], grid, strict=True))
+        axes[row, 0].imshow(pictures[n])
+        axes[row, 0].plot((token % grid[1] + 0.5) * wide, (token // grid[1] + 0.5) * high, "s", color=MARK, markersize=4)
+        axes[row, 0].set_ylabel(state, fontsize=8)
+        for layer in range(layers):
+            shown = axes[row, 1 + layer].imshow(shares[state][layer, n, tokens // 2].reshape(grid), cmap="viridis", vmin=0)
+    for panel, title in zip(axes[0], ("picture", *(f"layer {i + 1}" for i in range(layers))), strict=True):
+        panel.set_title(title, fontsize=8)
+    _hide_ticks(axes.flat)
+    bar = upper.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, ticks=[0, shown.get_clim()[1]])
+    bar.ax.set_yticklabels(["0", "max"], fontsize=8)
+    for panel, (key, label) in zip(lower.subplots(1, len(labels)), labels.items(), strict=True):
+        for colour, (state, own) in zip(itertools.cycle(COLOURS), numbers.items(), strict=False):
+            if key in own:
+                panel.plot(range(1, layers + 1), own[key], marker=".", color=colour, label=state)
+        panel.set_title(label, fontsize=8)
+        panel.set_xlabel("layer", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    lower.legend(*lower.axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=len(numbers), frameon=False, fontsize=8)
+    _save(figure, path, caption)
+
+
+def _subfigures(heights: Sequence[float]) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    return figure, figure.subfigures(len(heights), 1, height_ratios=heights)
 
 
 def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:

@@ -20,10 +20,11 @@ from ..explain import draw, erf, inner
 from ..explain.inner import OverrideTTTLinear
 from ..explain.probes import Probe
 from ..models.checkpoints import open_weights
+from .attention import explain_attention
 from .classifier import Classifier, load_classifier, require_same_classes
 
 BATCH_SIZE = 64
-Map = Literal["gmm", "erf", "reconstruction"]
+Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 
 def find_snapshots(weights: Path) -> dict[int, Path]:
@@ -38,16 +39,22 @@ def measure_field(classifier: Classifier, inputs: Tensor) -> tuple[erf.FieldShap
     return erf.describe_field(field, erf.find_centre(classifier.model, tuple(inputs.shape[-2:]))), field.cpu().numpy()
 
 
-def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Path) -> None:
+def require_png(output: Path) -> None:
+    """Raise a UserError about another format of a figure."""
+    if output.suffix.lower() != ".png":
+        raise UserError(f"{output}: the figure is written as PNG; give a name that ends in .png")
+
+
+def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Path, teacher: Path | None = None) -> None:
     """Draw a map of pictures as a PNG, and print what it shows.
 
-    `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over the pictures.
+    `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over the pictures; for
+    `attention` see `explain_attention`.
 
     Raises:
         UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have.
     """
-    if output.suffix.lower() != ".png":
-        raise UserError(f"{output}: the figure is written as PNG; give a name that ends in .png")
+    require_png(output)
     weights = classifier.checkpoint.path
     images = torch.stack([_read_picture(classifier, path) for path in pictures])
     inputs = classifier.to_inputs(images)
@@ -59,6 +66,8 @@ def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Pat
         draw.draw_fields(output, {classifier.name: field}, {classifier.name: shape}, caption)
         half, most = f"{shape.radius_50_px:.1f} px", f"{shape.radius_90_px:.1f} px"
         print(f"50 % of the contributions lie within {half}, 90 % within {most}; anisotropy {shape.anisotropy:.3f}")
+    elif map == "attention":
+        explain_attention(classifier, images, teacher, output, caption)
     else:
         try:
             _draw_inner_map(classifier, images, inputs, map, output, caption)

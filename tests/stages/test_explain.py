@@ -77,6 +77,66 @@ def test_another_family_has_a_receptive_field_only(weights, picture, repro_cli, 
     assert (code, err) == ((0, "") if works else (2, refusal))
 
 
+@pytest.fixture
+def students(checkout) -> tuple[Path, Path]:
+    """A softmax model and a student of it, as a training would leave them."""
+    softmax, student = (Path(f"results/baselines/{name}/weights.safetensors") for name in ("softmax", "student"))
+    write(softmax, "t5_softmax_nano_patch4_32", 0, img_size=32)
+    write(student, "t5_nano_patch4_32", 1, img_size=32, neighbours=3)
+    return softmax, student
+
+
+def test_attention_before_and_after_linearising(students, picture, repro_cli):
+    softmax, student = map(str, students)
+    code, out, err = repro_cli("explain", str(picture), "--map", "attention", "--weights", student, "--teacher", softmax, "-o", "out.png")
+    assert (code, err) == (0, "") and is_figure(Path("out.png"))
+    rows = [line.split() for line in out.splitlines() if line.startswith("layer ")]
+    assert [row[2] for row in rows] == ["teacher", "before", "after", "even"] * 2
+    # before and after, the first layer's keys are those of the projections' weights, which `before` inherits
+    assert rows[0][3] == rows[1][3] != rows[2][3]
+
+
+def test_attention_of_a_data_set_is_recorded(students, repro_cli):
+    softmax, student = map(str, students)
+    code, out, err = repro_cli("explain", "--map", "attention", "--weights", student, "--teacher", softmax, "--data", "digits")
+    assert (code, err) == (0, "") and is_figure(Path("explained.png"))
+    (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
+    metrics = json.loads(file.read_text())["metrics"]
+    assert metrics["options"] == {"neighbours": 3} and metrics["data"] == "digits" and metrics["tokens"] == 25
+    assert set(metrics["by_layer"]) == {"teacher", "before", "after", "even"}
+    assert all(len(values) == 2 for own in metrics["by_layer"].values() for values in own.values())
+    assert f"the numbers are in {file}" in out
+
+
+def test_attention_of_a_vit_alone(students, weights, picture, repro_cli):
+    code, out, err = repro_cli("explain", str(picture), "--map", "attention", "--weights", str(DEIT), "-o", "out.png")
+    assert (code, err) == (0, "") and is_figure(Path("out.png")) and "overlap (%)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["picture.png", "--weights", str(WEIGHTS)],
+            "has no softmax attention, and nothing that was put in the place of one; use --map erf",
+        ),
+        (["picture.png", "--data", "digits"], "--map attention takes --data NAME in place of pictures"),
+        (["picture.png", "--weights", "SOFTMAX", "--teacher", "SOFTMAX"], "is no linearised model; leave the teacher out"),
+        (["picture.png", "--weights", "STUDENT", "--teacher", "STUDENT"], "is a linearised model already"),
+        (["picture.png", "--weights", "STUDENT", "--teacher", str(DEIT)], "does not fit the student"),
+        (["picture.png", "--weights", "STUDENT", "--teacher", "none.safetensors"], "none.safetensors: no such weights file"),
+        (["picture.png", "--map", "gmm", "--teacher", "SOFTMAX"], "explain: --teacher goes with --map attention"),
+        (["--data", "digits", "--map", "erf"], "explain: give pictures"),
+        (["picture.png", "--data", "digits", "--map", "erf"], "explain: --data goes with --probe, or with --map attention"),
+    ],
+)
+def test_wrong_input_for_attention_is_one_line(students, weights, picture, repro_cli, arguments, message):
+    Image.open(picture).save("picture.png")
+    named = {"SOFTMAX": str(students[0]), "STUDENT": str(students[1])}
+    code, _, err = repro_cli("explain", "--map", "attention", *(named.get(word, word) for word in arguments))
+    assert code == 2 and err.count("\n") == 1 and message in err and not Path("explained.png").exists()
+
+
 def save_animation(path):
     frames = [Image.new("L", (20, 20), value) for value in (10, 200)]
     frames[0].save(path, save_all=True, append_images=frames[1:])

@@ -122,8 +122,8 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
     torch.manual_seed(0)
     torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), "vit.pth")
     from repro.papers.linearize.recipe import describe_recipe
-    from repro.training.job import build_job
     from repro.training.from_weights import make_cell
+    from repro.training.job import build_job
 
     asked = {"options": {"inner": "gate", "dwc": "v"}, "freeze": True, "data": "digits", "epochs": 1, "batch_size": 64, "seeds": 2}
     cell = make_cell("vit.pth", model="vit_tiny_patch16_224", **asked, recipe=describe_recipe)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ...report.paper import Contest, Paper, Question, Variants, VariantTable
 from . import formulas
+from .attention import attention_section, describe_attention
 from .recovery import describe_recovery, recovery_section
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
@@ -55,8 +56,8 @@ PAPER = Paper(
         },
     ),
     pictures=("figures/t5_resolution.png",),
-    sections=(recovery_section,),
-    passages={"docs/linearize.md": {"recovery": describe_recovery}},
+    sections=(recovery_section, attention_section),
+    passages={"docs/linearize.md": {"recovery": describe_recovery, "attention": describe_attention}},
     variants=Variants(
         options=VARIANTS,
         recipes={name: {"freeze": True} for name in FROZEN},

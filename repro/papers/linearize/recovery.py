@@ -51,7 +51,7 @@ def _find_students(report: Report) -> dict[str, list[Source]]:
         m = source.metrics
         if source.is_trained and UNTRAINED in m and m.get("init"):
             own = found.setdefault(m["init"]["weights_hash"], {})
-            key = (_name(source), m.get("freeze", False), m["steps"], m["data"])
+            key = (name_student(source.metrics), m.get("freeze", False), m["steps"], m["data"])
             if key not in own or len(m["by_seed"]) > len(own[key].metrics["by_seed"]):
                 own[key] = source
     return {init: sorted(own.values(), key=lambda source: -source.metrics[SCORE]) for init, own in found.items()}
@@ -67,9 +67,10 @@ def _find_scratch(report: Report, students: Sequence[Source]) -> list[Source]:
     ]
 
 
-def _name(source: Source) -> str:
+def name_student(metrics: Mapping[str, Any]) -> str:
+    """The choices of a student in words; `metrics` are those of a record."""
     defaults = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0}
-    chosen = {key: source.metrics["options"].get(key, value) for key, value in defaults.items()}
+    chosen = {key: metrics["options"].get(key, value) for key, value in defaults.items()}
     near = f", neighbours {chosen['neighbours']}" if chosen["neighbours"] else ""
     return f"{chosen['inner']}, norm {chosen['key_norm']}, dwc {chosen['dwc']}{near}"
 
@@ -81,11 +82,11 @@ def _row(source: Source, teacher: Source | None, report: Report) -> list[Piece |
     trained = "new weights alone" if m.get("freeze") else "all weights"
     counts = number(f"{m['steps']:,}"), number(len(m["by_seed"]))
     scores = number(f"{untrained:.1f} %"), number(_format(m))
-    return [_name(source), trained, *counts, *scores, share, describe_origin([source], report.named)]
+    return [name_student(source.metrics), trained, *counts, *scores, share, describe_origin([source], report.named)]
 
 
 def _describe_scratch(source: Source, report: Report) -> Line:
-    text = f" from random weights ({_name(source)}): top-1 {_format(source.metrics)} after {source.metrics['steps']:,} steps"
+    text = f" from random weights ({name_student(source.metrics)}): top-1 {_format(source.metrics)} after {source.metrics['steps']:,} steps"
     return code(source.metrics["model"]), text, f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
 
 
