@@ -1,0 +1,197 @@
+"""LaCT, fast weights that learn on large chunks of tokens, in the shell of a ViT without class token.
+
+LaCT's authors have models for language, novel views and videos, and a minimal layer in which all tokens are learned and then read;
+this is that layer with its parts of the language model: a rate for each token and matrix, momentum, Muon and row norms. `step` takes
+them away one by one, as paper 004 does. Widths and heads are ours. `import repro.models` registers the models with timm.
+
+Shape suffixes: B batch, N tokens (h·w), C width, h heads, d head dimension (C = h·d).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.errors import did_you_mean
+from .backbone import Backbone, Grid, init_linear, register_sizes, resample_positions
+from .fast_weights import LADDER, FastLoop, choose_form, learn
+from .t5 import Block
+
+EPS = 1e-5  # of the norms of q, k and the output
+BASE_RATE = 0.01  # of each token before training, as in LaCT's models of images
+
+
+class FastWeights(nn.Module):
+    """LaCT's layer: Linear to q, k and v with SiLU, fast weights of each head, a norm of each head, Linear.
+
+    Queries and keys have length 1. The rates are softplus(Linear(x) + softplus⁻¹(0.01)), the momentum of a token is σ(Linear(x)).
+
+    Args:
+        dim, num_heads: width C, a multiple of the heads h.
+        loop: see `FastLoop`.
+        ratio: hidden units e of the fast model, as a multiple of d.
+    """
+
+    def __init__(self, dim: int, num_heads: int, loop: FastLoop, ratio: float = 1.0):
+        super().__init__()
+        self.num_heads, self.loop, self.backend = num_heads, loop, "auto"
+        d = dim // num_heads
+        if loop.muon != "none" and d < 2:
+            raise ValueError(f"muon {loop.muon}: orthogonalises matrices, and a head of width {d} has vectors; use step v6 or fewer heads")
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.rates = nn.Linear(dim, num_heads * len(loop.learned), bias=False) if loop.rates else None
+        self.momentum = nn.Linear(dim, num_heads) if loop.momentum else None
+        self.norm = nn.RMSNorm(d, eps=EPS)
+        shapes = loop.shapes(d, int(ratio * d))
+        self.weight_names = ("s",) if loop.linear else ("w0", "w1", "w2")
+        for name, shape in zip(self.weight_names, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *shape)))
+
+    def init_weights(self) -> None:
+        """Draw the start of the fast weights: normal, with a variance of 1 over the inputs."""
+        for name in self.weight_names:
+            weight = getattr(self, name)
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The form that runs here; see `repro.models.fast_weights.choose_form`."""
+        return choose_form(self.loop, self.backend, self.proj.weight.device)
+
+    def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode)."""
+        q, k, v = F.silu(self.qkv(x_BNC)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = (x / (x.norm(dim=-1, keepdim=True) + EPS) for x in (q, k))
+        rates = momentum = None
+        if self.rates is not None:
+            shift = BASE_RATE + math.log(-math.expm1(-BASE_RATE))  # softplus⁻¹
+            given = F.softplus(self.rates(x_BNC).float() + shift).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            # the fast weights expect one for each of three matrices, of which W1 is the second
+            rates = given if given.shape[-1] == 3 else given.expand(*given.shape[:-1], 3)
+        if self.momentum is not None:
+            momentum = self.momentum(x_BNC).sigmoid().mT
+        weights = [getattr(self, name) for name in self.weight_names]
+        out = learn(self.loop, weights, q, k, v, rates, momentum, self.selected_backend(q.dtype))
+        return self.proj(self.norm(out).transpose(1, 2).flatten(2))
+
+
+class LaCT(Backbone):
+    """LaCT in timm's conventions, as a `PlainBackbone`.
+
+    Args:
+        num_heads: heads h.
+        step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LADDER`.
+        muon, norm, order, chunk_size, inner_steps: of `FastLoop`; None for what `step` says.
+        inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
+        position_std: the deviation of the positions' start.
+        kwargs: see `Backbone`; `pool` is always the mean.
+
+    A choice that is not known is a ValueError.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int = 1,
+        step: str = "own",
+        muon: str | None = None,
+        norm: str | None = None,
+        order: str = "end",
+        chunk_size: int = 64,
+        inner_steps: int = 1,
+        inner_ratio: float = 1.0,
+        position_std: float = 0.02,
+        **kwargs: Any,
+    ):
+        super().__init__(pool="mean", **kwargs)
+        if step not in LADDER:
+            raise ValueError(f"step {step!r}: not known{did_you_mean(step, LADDER)}")
+        if self.embed_dim % num_heads:
+            raise ValueError(f"embed_dim {self.embed_dim} is not a multiple of num_heads {num_heads}")
+        chosen = {name: value for name, value in {"muon": muon, "norm": norm}.items() if value is not None}
+        schedule = {"order": order, "chunk_size": chunk_size, "steps": inner_steps}
+        self.loop = FastLoop(**LADDER[step] | chosen | schedule)
+        self.num_heads, self.inner_ratio, self.position_std = num_heads, inner_ratio, position_std
+        C = self.embed_dim
+        self.pos_embed = nn.Parameter(torch.empty(1, self.grid_size[0] * self.grid_size[1], C))
+        shared = {"hidden": 4 * C, "cpe": False, "layer_scale": False, "norm_eps": 1e-6}
+        self.blocks = nn.ModuleList(
+            Block(C, FastWeights(C, num_heads, self.loop, inner_ratio), **shared, drop_path=rate) for rate in self.drop_path_rates
+        )
+        self.norm = nn.LayerNorm(C, eps=1e-6)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 with zero bias, positions trunc_normal `position_std`, fast weights as `FastWeights` has them."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_linear(module)
+            elif isinstance(module, FastWeights):
+                module.init_weights()
+        nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> patch tokens with positions (B, N, C), and their (h, w) grid; raises as `patches`."""
+        tokens, grid = self.patches(x)
+        return tokens + resample_positions(self.pos_embed, self.grid_size, grid), grid
+
+    def no_weight_decay(self) -> set[str]:
+        """The positions, as in DeiT."""
+        return {"pos_embed"}
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        C, L, h = self.embed_dim, self.depth, self.num_heads
+        d, e = self._widths()
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + C,
+            "positions": self.grid_size[0] * self.grid_size[1] * C,
+            "layer_norms": L * 4 * C + 2 * C,
+            "projections": L * 4 * C * C,
+            "rates_and_momentum": L * h * (C * len(self.loop.learned) * self.loop.rates + (C + 1) * self.loop.momentum),
+            "inner_start": L * h * sum(rows * columns for rows, columns in self.loop.shapes(d, e)),
+            "inner_norms": L * d,
+            "mlp": L * (8 * C * C + 5 * C),
+            "head": self.num_classes * (C + 1),
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels, of the recurrent form."""
+        C, L, h = self.embed_dim, self.depth, self.num_heads
+        rows, columns = self.grid_of(*image_size)
+        N = rows * columns
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "projections": L * N * 4 * C * C,
+            "rates_and_momentum": L * N * h * C * (len(self.loop.learned) * self.loop.rates + self.loop.momentum),
+            "inner_learner": L * h * self.loop.count_macs(N, *self._widths()),
+            "mlp": L * N * 8 * C * C,
+            "head": C * self.num_classes,
+        }
+
+    def _widths(self) -> tuple[int, int]:
+        """Head dimension and hidden units of the fast model."""
+        d = self.embed_dim // self.num_heads
+        return d, int(self.inner_ratio * d)
+
+
+register_sizes(
+    LaCT,
+    {
+        "lact_tiny_patch16_224": {"embed_dim": 192, "num_heads": 1},
+        "lact_small_patch16_224": {"embed_dim": 384, "num_heads": 2},
+        "lact_base_patch16_224": {"embed_dim": 768, "num_heads": 4},
+        # for tests and the embedded data sets: as many tokens as a scanned digit has pixels, four chunks of them
+        "lact_nano_patch4_32": {
+            "img_size": 32,
+            "patch_size": 4,
+            "embed_dim": 48,
+            "depth": 2,
+            "num_heads": 2,
+            "chunk_size": 16,
+            "position_std": 0.3,
+        },
+        "lact_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2, "chunk_size": 16},
+    },
+)

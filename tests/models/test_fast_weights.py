@@ -1,0 +1,289 @@
+"""LaCT's fast weights: the releases' tensors, autograd, and the parallel form of every learner that has one."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from timm import create_model
+
+from repro.measure.flops import counted_macs
+from repro.models.fast_weights import (
+    COEFFICIENTS,
+    LADDER,
+    FastLoop,
+    choose_form,
+    decay_matrix,
+    gate,
+    learn,
+    learn_in_parallel,
+    learn_recurrently,
+    newton_schulz,
+    read_out,
+)
+from repro.models.lact import FastWeights
+from tests.models.helpers import relative
+
+NAMES = {"to_qkv": "qkv", "o_proj": "proj", "c_proj": "proj", "lr_proj": "rates", "lr_fc": "rates", "o_norm": "norm"}
+REDUCIBLE = [name for name, changes in LADDER.items() if FastLoop(**changes).obstacle is None]
+CAUSAL = {"order": "before", "chunk_size": 8}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, torch.Tensor]:
+    with np.load(Path(__file__).parents[1] / "data" / "lact.npz") as file:
+        return {key: torch.from_numpy(file[key]) for key in file.files if file[key].dtype.kind != "U"}
+
+
+def causal(reference: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    """Weights; q, k, v; rates; momentum, as `learn` takes them: the heads of one image."""
+    weights = [reference[f"causal/w{place}"] for place in range(3)]
+    tokens = [reference[f"causal/{name}"][None] for name in "qkv"]
+    rates = torch.cat([reference[f"causal/lr{place}"] for place in range(3)], -1)[None]
+    return weights, tokens, rates, reference["causal/momentum"][None, ..., 0]
+
+
+def drawn(loop: FastLoop, tokens: int, d: int = 6, e: int = 10, seed: int = 0) -> tuple:
+    """Arguments of `learn`, fp64, that have gradients."""
+    torch.manual_seed(seed)
+    options = {"dtype": torch.float64, "requires_grad": True}
+    weights = [torch.randn(3, *shape, **options) for shape in loop.shapes(d, e)]
+    q, k, v = (torch.randn(2, 3, tokens, d, **options) for _ in range(3))
+    rates = torch.rand(2, 3, tokens, 3, **options) if loop.rates else None
+    momentum = torch.rand(2, 3, tokens, **options) if loop.momentum else None
+    return weights, q, k, v, rates, momentum
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize(("kind", "name"), [("lact", "llm"), ("nvs", "nvs")])
+def test_newton_schulz_is_the_releases(reference, kind, name, tall):
+    G = reference[f"newton_schulz_{name}/G"]
+    found = newton_schulz(G.mT if tall else G, kind)
+    assert relative(found, reference[f"newton_schulz_{name}/{'tall_' * tall}fp32"]) < 1e-5
+    if kind == "nvs" and not tall:
+        assert relative(newton_schulz(G, "frobenius"), reference["newton_schulz_nvs/steps0_fp32"]) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("lact", 0.95, 1.05), ("nvs", 0.6, 1.2)])
+def test_newton_schulz_turns_singular_values_into_nearly_1(kind, low, high):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(newton_schulz(torch.randn(5, 64, 128), kind))
+    assert low < values.min() and values.max() < high
+    assert len(COEFFICIENTS[kind]) == 5
+
+
+def test_newton_schulz_is_odd_and_keeps_the_singular_vectors():
+    torch.manual_seed(0)
+    G = torch.randn(6, 9, dtype=torch.float64)
+    assert torch.equal(newton_schulz(-G, "lact"), -newton_schulz(G, "lact"))
+    U, S, Vh = torch.linalg.svd(G, full_matrices=False)
+    inner = U.mT @ newton_schulz(G, "lact") @ Vh.mT
+    torch.testing.assert_close(inner, torch.diag(inner.diagonal()), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("muon", ["none", "lact"])
+@pytest.mark.parametrize(("norm", "name"), [("state", "postnorm"), ("copy", "prenorm")])
+def test_the_causal_learner_is_the_releases(reference, norm, name, muon, momentum):
+    weights, tokens, rates, factors = causal(reference)
+    loop = FastLoop(norm=norm, muon=muon, momentum=momentum, **CAUSAL)
+    found = learn(loop, weights, *tokens, rates, factors if momentum else None, "recurrent")[0]
+    key = f"causal/{name}_{'muon' if muon == 'lact' else 'sgd'}{'_momentum' * momentum}"
+    assert relative(found, reference[key]) < 1e-5
+
+
+def test_its_gradients_are_the_releases(reference):
+    weights, tokens, rates, factors = causal(reference)
+    leaves = [x.clone().requires_grad_() for x in (*weights, *tokens, *rates.unbind(-1))]
+    loop = FastLoop(muon="none", **CAUSAL)
+    out = learn(loop, leaves[:3], *leaves[3:6], torch.stack(leaves[6:], -1), factors, "recurrent")[0]
+    (out * reference["causal/cot"]).sum().backward()
+    for name, leaf in zip(("w0", "w1", "w2", "q", "k", "v", "lr0", "lr1", "lr2"), leaves, strict=True):
+        expected = reference[f"causal/grads_of_postnorm_sgd_momentum/{name}"]
+        assert relative(leaf.grad.reshape(expected.shape), expected) < 1e-4, name
+
+
+@pytest.mark.parametrize("name", [name for name in LADDER if name != "own"])
+def test_each_step_of_the_ladder_is_that_of_the_papers_code(reference, name):
+    weights, tokens, rates, factors = causal(reference)
+    loop = FastLoop(**LADDER[name], **CAUSAL)
+    given = [reference["causal/ladder/s0"]] if loop.linear else weights
+    rest = (rates if loop.rates else None, factors if loop.momentum else None)
+    expected = reference[f"causal/ladder/{'gradient_ascent' if name == 'ascent' else name.replace('v', 'V')}"]
+    for form in ("recurrent", *(["parallel"] if name in REDUCIBLE else [])):
+        assert relative(learn(loop, given, *tokens, *rest, form)[0], expected) < 1e-5, form
+
+
+@pytest.mark.parametrize(("name", "muon"), [("bidirectional", "none"), ("bidirectional_muon", "lact")])
+def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
+    """As meant: the release assigns the orthogonal step to the weight, so that its layer with Muon forgets it."""
+    part = {key.removeprefix(f"{name}/"): value for key, value in reference.items() if key.startswith(f"{name}/")}
+    layer = FastWeights(24, 3, FastLoop(momentum=False, muon=muon), ratio=2)
+    keys = {key: [NAMES.get(word, word) for word in key.removeprefix("state_dict/").split(".")] for key in part if "state_dict/" in key}
+    layer.load_state_dict({".".join(words): part[key] for key, words in keys.items()})
+    x = part["x"].requires_grad_()
+    out = layer(x, (3, 7))
+    assert relative(out, part["out" if muon == "none" else "out_as_meant_fp32"]) < 1e-5
+    (out * part["cot"]).sum().backward()
+    assert relative(x.grad, part["grad_x"]) < 1e-4
+    for key in ("w0", "w1"):
+        assert relative(getattr(layer, key).grad, part[f"grads/{key}"]) < 1e-4
+    if muon == "lact":
+        assert relative(out, part["out_as_released_fp32"]) > 0.5
+
+
+@pytest.mark.parametrize(("steps", "muon"), [(0, "frobenius"), (5, "nvs")])
+def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
+    """It learns on the first tokens and reads all; its matrices are stored transposed, its rates with their own order."""
+    part = {key.removeprefix(f"nvs_steps{steps}/"): value for key, value in reference.items() if key.startswith(f"nvs_steps{steps}/")}
+    state = {key.removeprefix("state_dict/"): value for key, value in part.items() if key.startswith("state_dict/")}
+    x, count = part["x"], int(part["update_tokens"])
+    q, k, v = F.silu(x @ state["to_qkv.weight"].mT).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+    q, k = (each / (each.norm(dim=-1, keepdim=True) + 1e-5) for each in (q, k))
+    shift = 0.01 + math.log(-math.expm1(-0.01))
+    rates = F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift).unflatten(2, (3, 3)).permute(0, 3, 1, 2)
+    weights = [state[name].mT for name in ("w0", "w1", "w2")]
+    loop = FastLoop(momentum=False, muon=muon)
+    out = learn(loop, weights, q, *(each[:, :, :count] for each in (k, v, rates)), None, "recurrent")
+    out = F.rms_norm(out, (8,), state["o_norm.weight"], 1e-5).transpose(1, 2).flatten(2) @ state["c_proj.weight"].mT
+    assert relative(out, part["out"]) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, {"only_last": True}, {"linear": True}], ids=str)
+def test_a_step_is_the_gradient_of_the_inner_loss(changes):
+    """By autograd, with one weighted loss for each matrix, since each has rates of its own."""
+    loop = FastLoop(muon="none", norm="none", momentum=False, **changes)
+    weights, q, k, v, rates, _ = drawn(loop, 7)
+    places = (1,) if loop.linear else (0, 1, 2)
+    expected = list(weights)
+    for index, place in zip(loop.learned, places if not loop.only_last else (1,), strict=True):
+        losses = (read_out(weights, k) * v).sum(-1)  # (B, h, T)
+        for image in range(2):
+            (slope,) = torch.autograd.grad((losses[image] * rates[image, ..., place]).sum(), weights[index], retain_graph=True)
+            moved = weights[index] + slope
+            expected[index] = moved[None] if image == 0 else torch.cat((expected[index], moved[None]))
+    found = learn_recurrently(loop, weights, q, k, v, rates, None)
+    torch.testing.assert_close(found, read_out(expected, q), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 7, 32, 45])
+@pytest.mark.parametrize("order", ["before", "after", "end"])
+@pytest.mark.parametrize("name", REDUCIBLE)
+def test_parallel_is_recurrent(name, order, tokens, steps):
+    """Outputs and gradients, also where the last chunk is short or the only one."""
+    for chunk_size in (8, 0):
+        loop = FastLoop(**LADDER[name], order=order, chunk_size=chunk_size, steps=steps)
+        weights, *rest = drawn(loop, tokens)
+        leaves = [*weights, *(x for x in rest if x is not None)]
+        one, other = (run(loop, weights, *rest) for run in (learn_recurrently, learn_in_parallel))
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        torch.manual_seed(1)
+        cot = torch.randn_like(one)
+        options = {"allow_unused": True, "materialize_grads": True}
+        # Newton–Schulz multiplies the rounding of singular values that are zero, as a single token's are
+        limit = {"rtol": 1e-10, "atol": 1e-10} if loop.muon == "none" else {"rtol": 1e-7, "atol": 1e-6}
+        for a, b in zip(*(torch.autograd.grad((out * cot).sum(), leaves, **options) for out in (one, other)), strict=True):
+            torch.testing.assert_close(a, b, **limit)
+
+
+@pytest.mark.parametrize(("name", "part"), [("own", "W0 and W2 learn"), ("ascent", "W0 and W2 learn"), ("v1", "norm state")])
+def test_what_does_not_reduce_says_which_part_is_in_the_way(name, part):
+    loop = FastLoop(**LADDER[name], chunk_size=8)
+    with pytest.raises(ValueError, match=f"backend parallel: {part}.*use recurrent"):
+        learn_in_parallel(loop, *drawn(loop, 16))
+    with pytest.raises(ValueError, match=part):
+        choose_form(loop, "parallel", torch.device("cpu"))
+    model = create_model("lact_nano_patch4_32", step=name)
+    model.set_backend("parallel")
+    with pytest.raises(ValueError, match=part):
+        model(torch.zeros(1, 3, 32, 32))
+
+
+def test_what_does_not_reduce_depends_on_the_order_of_the_chunks():
+    """A sum over chunks does not: swapping two chunks of keys and values moves the state with a norm, and not without."""
+    moved = {}
+    for name in ("v1", "v2"):
+        loop = FastLoop(**{**LADDER[name], "momentum": False}, chunk_size=8)
+        weights, q, k, v, rates, _ = drawn(loop, 32)
+        swapped = [torch.cat((x[:, :, 8:16], x[:, :, :8], x[:, :, 16:]), 2) for x in (k, v, rates)]
+        one, other = learn_recurrently(loop, weights, q, k, v, rates, None), learn_recurrently(loop, weights, q, *swapped, None)
+        moved[name] = relative(one, other)
+    assert moved["v2"] < 1e-12 and moved["v1"] > 1e-4
+
+
+@pytest.mark.parametrize("chunks", [16, 64, 256, 1024])
+def test_momentum_over_many_chunks_loses_nothing(chunks):
+    """In fp32 against the recurrence in fp64; a quotient of cumulated products underflows from 26 chunks on."""
+    torch.manual_seed(0)
+    factors = torch.rand(chunks) * 0.5 + 0.25
+    steps, moving, expected = torch.randn(chunks, 5), torch.zeros(5, dtype=torch.float64), []
+    for factor, step in zip(factors.double(), steps.double(), strict=True):
+        moving = step + factor * moving
+        expected.append(moving)
+    assert relative((decay_matrix(factors) @ steps).double(), torch.stack(expected)) < 1e-5
+
+
+def test_decays_at_the_ends_of_their_range():
+    found = decay_matrix(torch.tensor([0.3, 0.0, 1.0, 0.5], dtype=torch.float64))
+    expected = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0.5, 0.5, 1]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, atol=1e-300, rtol=1e-12)
+
+
+def test_ascent_with_mirrored_values_is_descent_bit_for_bit():
+    torch.manual_seed(0)
+    weights = [torch.randn(2, *shape) for shape in FastLoop().shapes(6, 10)]
+    q, k, v = (torch.randn(2, 2, 24, 6) for _ in range(3))
+    rates, momentum = torch.rand(2, 2, 24, 3), torch.rand(2, 2, 24)
+    down = learn(FastLoop(chunk_size=8), weights, q, k, v, rates, momentum, "recurrent")
+    up = learn(FastLoop(chunk_size=8, direction="ascent"), weights, q, k, -v, rates, momentum, "recurrent")
+    assert torch.equal(down, up)
+
+
+def test_a_learned_kernel_is_static_in_v1():
+    """The features of queries are those of the start."""
+    loop = FastLoop(**LADDER["v2"], chunk_size=8)
+    weights, q, k, v, rates, momentum = drawn(loop, 16)
+    out = learn_recurrently(loop, weights, q, k, v, rates, momentum)
+    features = gate(weights, q)[0]
+    residual = out - features @ torch.linalg.lstsq(features, out).solution
+    assert features.shape[-1] < 16 and residual.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("order", ["before", "after", "end"])
+@pytest.mark.parametrize("step", LADDER)
+def test_counts(step, order):
+    model = create_model("lact_nano_patch4_32", step=step, order=order, inner_steps=2, chunk_size=20)
+    assert sum(model.param_terms().values()) == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(model.mac_terms((32, 48)).values()) == counted_macs(model, (32, 48))
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "parallel"])
+def test_the_model_runs_both_forms(backend):
+    torch.manual_seed(0)
+    model = create_model("lact_nano_patch4_32", step="v6", order="after").double().eval()
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    expected = model(image)
+    model.set_backend(backend)
+    assert model.selected_backend(torch.float64) == backend
+    torch.testing.assert_close(model(image), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: create_model("lact_nano_patch4_32", step="v7"), "step 'v7': not known"),
+        (lambda: create_model("lact_nano_patch4_32", order="later"), "order 'later': not known"),
+        (lambda: create_model("lact_nano_patch4_32", chunk_size=-1), "chunk_size -1: expected 1 or more tokens, or 0 for all of them"),
+        (lambda: create_model("lact_nano_patch4_32", inner_steps=0), "steps 0: expected 1 or more"),
+        (lambda: create_model("lact_nano_patch4_32", num_heads=48), "a head of width 1 has vectors"),
+        (lambda: newton_schulz(torch.randn(5), "lact"), "is a vector; use muon none"),
+        (lambda: newton_schulz(torch.randn(2, 1, 5), "lact"), "is a vector; use muon none"),
+        (lambda: choose_form(FastLoop(), "paralel", torch.device("cpu")), "did you mean 'parallel'"),
+    ],
+)
+def test_wrong_choices_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
