@@ -325,4 +325,3 @@ def _find_steps(loop: FastLoop, W: Sequence[Tensor], k: Tensor, v: Tensor, rates
 def _row_norms(weight: Tensor) -> Tensor:
     """Over the inputs of each output."""
     return torch.linalg.vector_norm(weight, dim=-1, keepdim=True)
-

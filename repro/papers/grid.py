@@ -28,7 +28,7 @@ class Grid:
     Args:
         stage: its name.
         variants: name -> the options of the model that it changes.
-        family: of the models whose recipe they share: that of the first one in `section`.
+        family: of the models whose recipe they share: that of the first one in `section`; None for `recipe` alone.
         model: what the model without changes is called.
         describe: how the recipe is described, see `repro.training.cells.train_cells`.
         recipe: the recipe where `section` has no model of the family; None where it must have one.
@@ -36,13 +36,13 @@ class Grid:
         flags: of the command line, with which the stage trains these variants.
         section: of params.yaml, in which the recipe stands.
         spec: the task of the variants.
-        adapt: (recipe, name of a variant) -> the recipe with what a variant changes beside options; None changes nothing.
+        adapt: (recipe on the data, name of a variant) -> the recipe with what a variant changes beside options; None changes nothing.
         of_teacher: a file of weights -> the same grid for students of that model; None where no variant inherits.
     """
 
     stage: str
     variants: Mapping[str, Mapping[str, Any]]
-    family: str
+    family: str | None
     model: str
     describe: Callable
     recipe: ClassifierParams | None = None
@@ -125,7 +125,8 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
     """
     if name not in grid.variants:
         raise UserError(f"{grid.stage}: --variant {name}: not known{did_you_mean(name, grid.variants)}")
-    every = [load_section(grid.spec.params, paths.params, grid.section, cell) for cell in section_keys(paths.params, grid.section)]
+    cells = section_keys(paths.params, grid.section) if grid.family else []
+    every = [load_section(grid.spec.params, paths.params, grid.section, cell) for cell in cells]
     ours = [params for params in every if params.model.startswith(f"{grid.family}_")] or ([grid.recipe] if grid.recipe else [])
     if not ours:
         raise UserError(f"{paths.params}: {grid.section}: has no cell with a {grid.model}, whose recipe the variants need; add one")
@@ -140,7 +141,8 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
             unchanged["image_size"] = written.image_size
         transform = dataclasses.replace(ours[0].transform, **unchanged)
         recipe = dataclasses.replace(ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0))
+    recipe = dataclasses.replace(recipe, data=data)
     if grid.adapt is not None:
         recipe = grid.adapt(recipe, name)
     options, length = {**recipe.options, **grid.variants[name]}, epochs or recipe.epochs
-    return dataclasses.replace(recipe, data=data, options=options, seeds=seeds, epochs=length, snapshot_epochs=())
+    return dataclasses.replace(recipe, options=options, seeds=seeds, epochs=length, snapshot_epochs=())

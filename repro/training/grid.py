@@ -133,6 +133,8 @@ def _show_plan(variants: Mapping[str, Variant]) -> None:
         done = "done" if missing or _has_throughput(variant.cell) else "measure its speed"
         rows.append([name, variant.changes, f"train seeds {', '.join(map(str, missing))}" if missing else done])
     print_table(["variant", "what it changes", "to do"], rows)
-    one = next(iter(variants.values())).cell.params
-    shared = f"{len(variants)} variants of {one.model} on {one.data}, {one.epochs} epochs, {len(one.seeds)} seed(s)"
+    every = [variant.cell.params for variant in variants.values()]
+    one, models = every[0], ", ".join(dict.fromkeys(params.model for params in every))
+    lengths = " or ".join(str(count) for count in dict.fromkeys(params.epochs for params in every))
+    shared = f"{len(variants)} variants of {models} on {one.data}, {lengths} epochs, {len(one.seeds)} seed(s)"
     print(f"{shared}: {waiting} trainings to do", flush=True)

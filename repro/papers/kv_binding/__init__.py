@@ -1,1 +1,1 @@
-"""Paper 004: "Test-Time Training with KV Binding Is Secretly Linear Attention"."""
+"""The room of "Test-Time Training with KV Binding Is Secretly Linear Attention"."""
