@@ -50,6 +50,8 @@ class Variants:
     label: str = ""  # what the plain model is called; empty for the paper's model
     # variant -> settings of the recipe that it changes, as its record has them; a setting that is off need not stand in a record
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    # variant -> the beginning of the registered names of the models that it is of, where the paper ablates several models
+    models: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def command(self) -> str:

@@ -92,8 +92,11 @@ def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any
     defaults = results.families.get(metrics["model"].split("_")[0], {})
     options = {key: value for key, value in metrics["options"].items() if key in variants.changed and defaults.get(key) != str(value)}
     recipe = {key: metrics[key] for key in variants.changed_recipe if metrics.get(key)}
-    members = (name for name, changes in variants.options.items() if changes == options and variants.recipes.get(name, {}) == recipe)
-    return next(members, None)
+    for name, changes in variants.options.items():
+        is_of_model = metrics["model"].startswith(variants.models.get(name, ""))
+        if is_of_model and changes == options and variants.recipes.get(name, {}) == recipe:
+            return name
+    return None
 
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
@@ -228,7 +231,8 @@ def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these weights."""
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
-    columns = ledger.table(next(row for row in where.rows.values() if row).partition(".")[0]).columns
+    printed_row = next((row for row in where.rows.values() if row), None)
+    columns = ledger.table(printed_row.partition(".")[0]).columns if printed_row else {}
     downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
     asked = [key for key in columns if where.columns is None or key in where.columns]
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]

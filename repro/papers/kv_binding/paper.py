@@ -1,0 +1,77 @@
+"""What the report needs of "Test-Time Training with KV Binding Is Secretly Linear Attention", in one place."""
+
+from pathlib import Path
+
+from ...report.paper import Figure, Paper, Question, Variants, VariantTable
+from . import formulas
+from .changes import changes_section
+from .residuals import residuals_section
+from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
+
+_FORMULAS = (
+    formulas.identity_error,
+    formulas.theorem_error,
+    formulas.lact_error,
+    formulas.inner_loss_change,
+    formulas.mirrored_training_error,
+    formulas.reads_static_kernel,
+    formulas.parallel_error,
+    formulas.order_error,
+)
+_NOTES = {
+    "Table 2, ViT³": "ViT³ has no row norms, rates and momentum, so that V2 is V1, and V4 and V5 are V3. The pairs are those of the text: V1 "
+    "is best. `as_run` is what the authors' code computes, `vit3_v3` and `vit3_v6` what the paper derives.",
+    "Table 2, LaCT": "The paper's LaCT is of language and novel views, and none of its numbers stands beside a classifier. The pairs are "
+    "those of the text: V1 is best in all tasks.",
+}
+
+PAPER = Paper(
+    id="kv_binding",
+    name="KV binding is linear attention",
+    model="ladder",
+    ledger_file=Path(__file__).with_name("ledger.yaml"),
+    claim="The paper says that test-time training with KV binding stores nothing: learning up the inner loss works as well as down, keys "
+    "can be read out in place of queries, and most parts of the inner loop can go. What remains is linear attention, which it derives, and "
+    "which has a parallel form that is several times as fast.",
+    baseline="the recurrent form",
+    families={"lact": {"step": "own", "inner_steps": "1"}, "ladder": {"step": "own", "inner_steps": "1"}},
+    formulas={function.__name__: function for function in _FORMULAS},
+    headlines=("text.4_2.theorem", "text.theorem5_", "text.5_3.", "text.6_2.exists"),
+    questions=(
+        Question(
+            label="equations and theorems",
+            entries=(
+                "text.4_2.negated",
+                "text.4_2.theorem",
+                "text.5*",
+                "text.2_1.*",
+                "text.theorem5_*",
+                "text.6_1.*",
+                "text.appendix_[deh].*",
+            ),
+        ),
+        Question(label="what has a parallel form, and what has none", entries=("text.6_2.exists", "text.6_2.kernel", "text.6_2.norm")),
+        Question(label="accuracies on ImageNet-1K", entries=("table?.*.top1_percent",)),
+        Question(label="speeds", entries=("table2_*.*.tokens_m_per_s",)),
+    ),
+    figures=(
+        Figure(place="Fig. 1", shows="inner loss and score over the inner steps, of a language model and of novel views"),
+        Figure(place="Fig. 2", shows="distributions of queries and keys, values and outputs, of a model of novel views"),
+        Figure(place="Fig. 3", shows="perplexity over the length of the sequence, of a language model"),
+        Figure(place="Fig. 4", shows="training loss over wall-clock time of the recurrent and the parallel form, of a language model"),
+    ),
+    sections=(residuals_section, changes_section),
+    variants=Variants(
+        options=VARIANTS,
+        models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},
+        tables=tuple(
+            VariantTable(place=place, rows=rows, columns=("top1_percent",), orders=ORDERS.get(place), note=_NOTES.get(place, ""))
+            for place, rows in ROWS.items()
+        ),
+        places="Tables 1 and 2",
+        stage="ablate",
+        flags="--paper kv_binding",
+        about="ViT³-B on ImageNet-1K after 60 epochs",
+        label="the unchanged model",
+    ),
+)

@@ -1,0 +1,41 @@
+"""The residuals of what the paper proves: the error of every equation in fp64, and of what we put in place of those that fail."""
+
+from ...report.claims import Report
+from ...report.document import Block, Piece, Section, number, prose, table
+from ...report.expressions import Call
+
+
+def residuals_section(report: Report) -> list[Section]:
+    """The section of the paper's page."""
+    return [Section("What is proved, by its residual in fp64", describe_residuals(report))]
+
+
+def describe_residuals(report: Report) -> list[Block]:
+    """A row for each equation of the ledger: where, what it says, its largest error in fp64, and that of the repaired equation."""
+    text = (
+        "Both sides of each equation are computed in fp64 on random tokens, by code that shares nothing but PyTorch; the residual is the "
+        "largest difference as a share of the largest value. Where the printed equation fails, the last column has the residual of the one "
+        "that the ledger puts in its place; the list of differences says which. What is to be different, such as the outputs of two orders of "
+        "chunks, is large where it should be."
+    )
+    rows: list[list[Piece]] = []
+    for verdict in report.all:
+        entry = verdict.entry
+        calls = _find_errors(entry.ours.calls if entry.ours else ())
+        if not calls:
+            continue
+        repaired = [call for each in entry.explanations if each.expression for call in _find_errors(each.expression.calls)]
+        shown = "; ".join(_format(report, call, named=len(calls) > 1) for call in calls)
+        mended = "; ".join(_format(report, call, named=len(repaired) > 1) for call in repaired) or "–"
+        rows.append([entry.place, entry.says, number(shown), number(mended), verdict.status])
+    return [prose(text), table(["where", "the paper says", "residual", "repaired", "status"], rows)]
+
+
+def _find_errors(calls: tuple[Call, ...]) -> list[Call]:
+    """Those that give a residual."""
+    return [call for call in calls if call.name.endswith("_error")]
+
+
+def _format(report: Report, call: Call, named: bool) -> str:
+    value = report.paper.formulas[call.name](*call.args)
+    return f"{f'{call.args[0]} ' if named else ''}{value:.1e}" if value else "0"
