@@ -72,15 +72,15 @@ def _run_in_parallel(Q, K, V, rate, c, W, loss, chunk_size):
     n = min(chunk_size, T)
     padded = (F.pad(x, (0, 0, 0, -T % n)).unflatten(2, (-1, n)) for x in (Q, K, V, rate))  # tokens of zeros learn nothing
     q, k, v, lr = padded
-    scaled = k * (c[n - 1] * lr)
-    steps = scaled.mT @ v  # (B,H,c,D,D)
+    scaled = (k * (c[n - 1] * lr))[:, :, :-1]  # nobody reads what the last chunk would teach
+    steps = scaled.mT @ v[:, :, :-1]  # (B,H,c-1,D,D)
     start = W.unsqueeze(1).expand(len(Q), H, 1, *W.shape[1:])
     if loss == "dot":
-        states = torch.cat((start, start + steps[:, :, :-1].cumsum(2)), 2)
+        states = torch.cat((start, start + steps.cumsum(2)), 2)
         G = -v
     else:
-        maps = torch.eye(W.shape[1], dtype=W.dtype, device=W.device) - scaled[:, :, :-1].mT @ k[:, :, :-1]
-        states = compose(maps, steps[:, :, :-1], start)
+        maps = torch.eye(W.shape[1], dtype=W.dtype, device=W.device) - scaled.mT @ k[:, :, :-1]
+        states = compose(maps, steps, start)
         G = k @ states - v
     out = q @ states - (_mask(c[:n], lr) * (q @ k.mT)) @ G
     return out.flatten(2, 3)

@@ -232,31 +232,33 @@ def learn_in_parallel(
     if loop.obstacle is not None:
         raise ValueError(f"backend parallel: {loop.obstacle}; use recurrent")
     T, start = k.shape[-2], weights[0] if loop.linear else weights[1]
-    n = loop.chunk_size or T
+    n, chunks = min(loop.chunk_size or T, T), loop.split(T)
     features_q, features_k = (x if loop.linear else gate(weights, x)[0] for x in (q, k))
+    if loop.order == "before":  # nobody reads what the last chunk would teach
+        learning, chunks = chunks[-1][0], chunks[:-1]
+        features_k, v, rates = features_k[..., :learning, :], v[..., :learning, :], None if rates is None else rates[..., :learning, :]
     scaled = features_k if rates is None else features_k * rates[..., 1:2]
-    chunks, padding = len(loop.split(T)), -T % n
-    keys, values = (F.pad(x, (0, 0, 0, padding)).unflatten(-2, (chunks, n)) for x in (scaled, v))
+    keys, values = (F.pad(x, (0, 0, 0, -x.shape[-2] % n)).unflatten(-2, (len(chunks), n)) for x in (scaled, v))
     steps = values.mT @ keys  # (B, h, c, d, e)
     if loop.steps > 1:
         steps = steps.repeat_interleave(loop.steps, dim=2)
-    if momentum is not None:
-        factors = torch.stack([momentum[..., first:end].mean(-1) for first, end in loop.split(T)], -1)
+    if momentum is not None and chunks:
+        factors = torch.stack([momentum[..., first:end].mean(-1) for first, end in chunks], -1)
         if loop.steps > 1:
             factors = factors.repeat_interleave(loop.steps, dim=2)
         steps = (decay_matrix(factors) @ steps.flatten(-2)).view_as(steps)
     if loop.muon != "none":
         steps = newton_schulz(steps, loop.muon)
     if loop.steps > 1:
-        steps = steps.unflatten(2, (chunks, loop.steps)).sum(3)
+        steps = steps.unflatten(2, (len(chunks), loop.steps)).sum(3)
     if loop.direction == "ascent":
         steps = -steps
     if loop.order == "end":
         return features_q @ (start + steps.sum(2)).mT
-    sums = steps.cumsum(2)
+    states = start.unsqueeze(1) + steps.cumsum(2)
     if loop.order == "before":
-        sums = sums - steps
-    read = F.pad(features_q, (0, 0, 0, padding)).unflatten(-2, (chunks, n)) @ (start.unsqueeze(1) + sums).mT
+        states = torch.cat((start.expand(len(q), -1, -1, -1).unsqueeze(2), states), 2)
+    read = F.pad(features_q, (0, 0, 0, -T % n)).unflatten(-2, (-1, n)) @ states.mT
     return read.flatten(2, 3)[..., :T, :]
 
 

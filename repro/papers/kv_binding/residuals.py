@@ -4,6 +4,9 @@ from ...report.claims import Report
 from ...report.document import Block, Piece, Section, number, prose, table
 from ...report.expressions import Call
 
+ROUNDING = 1e-12
+EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))  # equal bit for bit, on every processor
+
 
 def residuals_section(report: Report) -> list[Section]:
     """The section of the paper's page."""
@@ -37,5 +40,7 @@ def _find_errors(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _format(report: Report, call: Call, named: bool) -> str:
+    """Two digits, or `< 1e-12`: what rounding leaves differs from one processor to the next. An equality bit for bit is 0."""
     value = report.paper.formulas[call.name](*call.args)
-    return f"{f'{call.args[0]} ' if named else ''}{value:.1e}" if value else "0"
+    shown = f"{value:.1e}" if value >= ROUNDING else "0" if value == 0 and call in EXACT else f"< {ROUNDING:.0e}"
+    return f"{call.args[0]} {shown}" if named else shown
