@@ -38,7 +38,7 @@ def command(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("explained.png"),
 ) -> None:
-    """Draw the inner learner's gradients or losses, a model's receptive field or attention; or measure a changed inner loop."""
+    """Draw what a model looks at or how it learns; or measure a changed inner loop."""
     paths = find_root()
     of_data = map == "attention" and data is not None and probe is None
     if bool(images) + bool(probe) + of_data != 1:

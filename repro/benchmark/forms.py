@@ -1,13 +1,15 @@
-"""The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro kernels forms` writes.
+"""The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro forms` writes.
 
 Both forms of a learner run in turn, so that a drifting clock or a busy machine affects both alike, and each ratio is of one turn.
 """
 
 import dataclasses
+import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -24,9 +26,11 @@ from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..measure.memory import measure_peak_mib
 from ..measure.speed import SLOW_STEP_S, SLOW_STEPS, STEP_TIMERS, RowSpec, measure, median_interval
 from ..models.fast_weights import LADDER, FastLoop, learn
+from ..models.registry import family_module
 
 Form = Literal["recurrent", "parallel"]
-TURNS = 11  # timed, after one that is not
+TURNS = 11
+TURN_MS = 5.0  # a form runs so often in a turn that it takes about as long, or once
 BACKBONE = "ladder_vittt_tiny_patch16_224"
 # (step, backend) of Vittt-T as a whole
 BACKBONES = (("own", "auto"), ("plain", "recurrent"), ("plain", "parallel"), ("dot", "recurrent"), ("dot", "parallel"))
@@ -71,7 +75,15 @@ SETTINGS = (
 )
 
 
-def run_forms(paths: Paths, runtime: Runtime, settings: tuple[Setting, ...] = SETTINGS, image_sizes: tuple[int, ...] = (224, 1280)) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormsParams:
+    """What a record answers: the settings, and the sides of the square images in pixels at which whole backbones run."""
+
+    settings: tuple[Setting, ...] = SETTINGS
+    image_sizes: tuple[int, ...] = (224, 1280)
+
+
+def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams()) -> None:
     """Measure both forms on this machine's device and write results/measured/<device>/forms.json.
 
     metrics: `rows`, one for each setting, learner, form, mode and number of tokens, {setting, learner, form, mode, tokens, heads, head_dim,
@@ -88,20 +100,18 @@ def run_forms(paths: Paths, runtime: Runtime, settings: tuple[Setting, ...] = SE
         torch.set_num_threads(runtime.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     rows, ratios = [], []
-    for setting in settings:
-        for tokens in setting.tokens:
-            for mode in setting.modes:
-                for name, forms in _make_learners(setting, tokens, device.type).items():
-                    measured = _measure_forms(forms, mode, device.type)
-                    about = {"setting": setting.name, "learner": name, "mode": mode, "tokens": tokens}
-                    rows += [_make_row(about, setting, form, found) for form, found in measured.items()]
-                    if len(measured) == 2:
-                        ratios.append(about | _compare(measured))
-                    print(_describe(about, measured), flush=True)
-    backbones = [_measure_backbone(step, backend, side, device.type, runtime) for side in image_sizes for step, backend in BACKBONES]
+    for setting, tokens in ((each, tokens) for each in params.settings for tokens in each.tokens):
+        learners = _make_learners(setting, tokens, device.type)
+        for mode, (name, forms) in itertools.product(setting.modes, learners.items()):
+            measured = _measure_forms(forms, mode, device.type)
+            about = {"setting": setting.name, "learner": name, "mode": mode, "tokens": tokens}
+            rows += [_make_row(about, setting, form, found) for form, found in measured.items()]
+            if len(measured) == 2:
+                ratios.append(about | _compare(measured))
+            print(_describe(about, measured), flush=True)
+    backbones = [_measure_backbone(step, backend, side, device.type, runtime) for side in params.image_sizes for step, backend in BACKBONES]
     shown = {"device": device_label(device, runtime.threads), "dtype": "fp32", "backend": "torch"}
-    code = ["repro.benchmark.forms", f"repro.models.{BACKBONE.partition('_vittt')[0]}_vittt"]
-    params = dataclasses.make_dataclass("Forms", [("settings", tuple), ("image_sizes", tuple)], frozen=True)(settings, image_sizes)
+    code = ["repro.benchmark.forms", "repro.measure.speed", family_module(BACKBONE)]
     identity = make_identity(paths.root, code, params, **shown)
     metrics = {"rows": rows, "ratios": ratios, "backbones": backbones}
     folder = paths.measured(device_slug(device))
@@ -121,6 +131,8 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
     q, k, v = (draw(1, h, tokens, d) for _ in range(3))
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     rates, momentum = draw(1, h, tokens, 3, uniform=True) / 100, draw(1, h, tokens, uniform=True)
+    for x in (q, k, v, rates, momentum):
+        x.requires_grad_()
     found: dict[str, dict[Form, Callable[[], Tensor]]] = {}
     for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
         loop = FastLoop(**{**LADDER[step], "order": "before", "chunk_size": setting.lact_chunk})
@@ -133,8 +145,8 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
 
         found[f"lact_{step}"] = {form: (lambda form=form, run=run: run(form)) for form in forms}
     if setting.vittt:
-        tokens_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        lr, scale = draw(1, tokens, h, uniform=True) / d, 1 / torch.arange(1.0, setting.vittt_chunk + 1, device=device)
+        tokens_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+        lr, scale = (draw(1, tokens, h, uniform=True) / d).requires_grad_(), 1 / torch.arange(1.0, setting.vittt_chunk + 1, device=device)
         W0 = (draw(h, d, d) / d**0.5).requires_grad_()
         b0, bias, weight = torch.zeros(h, d, device=device), torch.zeros(h, d, device=device), torch.ones(h, d, device=device)
         chunk = {"chunk_size": setting.vittt_chunk}
@@ -162,10 +174,11 @@ def _measure_forms(forms: dict[Form, Callable[[], Tensor]], mode: str, device: s
     steps = {form: (lambda forward=forward: run(forward)) for form, forward in forms.items()}
     samples: dict[Form, list[float]] = {form: [] for form in forms}
     timer = STEP_TIMERS[device]
-    slow = sum(timer(step) for step in steps.values()) > SLOW_STEP_S * 1e3
-    for _ in range(SLOW_STEPS if slow else TURNS):
+    first_ms = {form: min(timer(step) for _ in range(2)) for form, step in steps.items()}
+    counts = {form: math.ceil(TURN_MS / time_ms) for form, time_ms in first_ms.items()}
+    for _ in range(SLOW_STEPS if sum(first_ms.values()) > SLOW_STEP_S * 1e3 else TURNS):
         for form, step in steps.items():
-            samples[form].append(timer(step))
+            samples[form].append(timer(lambda step=step, count=counts[form]: [step() for _ in range(count)]) / counts[form])
     machine = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "load_average": load, "device": device}
     return {
         form: {"samples_ms": samples[form], "peak_memory_mib": measure_peak_mib(step, device), **machine} for form, step in steps.items()
@@ -204,12 +217,7 @@ def _measure_backbone(step: str, backend: str, side: int, device: str, runtime: 
     try:
         row = measure(spec)
     except RuntimeError as error:
-        raise RunError(f"kernels forms: {error}") from None
+        raise RunError(f"forms: {error}") from None
     row["noisy"] = find_noise(row)
     print(f"{spec.row_id}, {backend}: {row['status']}" + (f", {row['latency_ms']:.1f} ms" if row["latency_ms"] else ""), flush=True)
     return row
-
-
-def iterate_ratios(metrics: dict[str, Any], setting: str, mode: str) -> Iterator[dict[str, Any]]:
-    """The ratios of a setting and a mode, in the order of the record."""
-    return (row for row in metrics["ratios"] if (row["setting"], row["mode"]) == (setting, mode))

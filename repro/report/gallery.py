@@ -47,7 +47,10 @@ def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
     is_ours = name.startswith("figures/")  # drawn by the report itself
     contest = report.paper.contest
-    if contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, report.results)):
+    drawing = next((each for each in report.paper.drawings if name == f"figures/{each.file}"), None)
+    if drawing is not None:
+        sources = list(drawing.find(report))
+    elif contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, report.results)):
         sources = [speeds.source]
     else:
         sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)

@@ -85,6 +85,9 @@ def _build_pages(
             draw_variants(report, figures)
             draw_contest(report, figures)
             draw_dense(report, figures)
+            for drawing in paper.drawings:
+                if drawing.find(report):
+                    drawing.draw(report, figures / drawing.file)
             pages.append((report, build_document(report)))
             documents |= {each.file: render_markdown(each.build(report), "../results/") for each in paper.documents}
             passages += build_passages(report)

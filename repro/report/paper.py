@@ -105,6 +105,15 @@ class Contest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A picture that the report draws from records, beside those of variants and of the contest."""
+
+    file: str  # its name under results/figures
+    find: Callable[[Any], Sequence[Any]]  # of a `repro.report.claims.Report`: the records that it shows; without any it is not drawn
+    draw: Callable[[Any, Path], object]  # (report, path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
     """A page in docs/ that is written from the ledger and the records."""
 
@@ -133,6 +142,7 @@ class Paper:
     contest: Contest | None = None
     pictures: tuple[str, ...] = ()  # patterns of the pictures on top of its page, relative to results/
     figures: tuple[Figure, ...] = ()  # in the paper's order
+    drawings: tuple[Drawing, ...] = ()  # further pictures
     variants: Variants | None = None  # what it ablates
     # what its page also says: functions of a `repro.report.claims.Report`; none where there are no records for it
     sections: tuple[Callable[[Any], Sequence[Section]], ...] = ()

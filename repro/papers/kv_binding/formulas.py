@@ -1,15 +1,12 @@
-"""Functions that the ledger of paper 004 calls: both sides of its equations in fp64, and what it says of its inner learners.
+"""Functions that the ledger calls: errors of the paper's equations in fp64, and what it says of its inner learners.
 
-Every error is a share of the largest value of what is stated. Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is
-(inputs, outputs); `repro.models.fast_weights` has LaCT's (outputs, inputs).
+Every error is a share of the largest value of what is stated.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-SEED, TOKENS, WIDTH = 0, 12, 8
-CHUNK = 3  # tokens of a chunk, where there are chunks
+from .sides import CHUNK, IDENTITIES, OF_LACT, SEED, TOKENS, WIDTH, draw_lact, unroll_mlp
 
 
 @functools.cache
@@ -30,7 +27,7 @@ def identity_error(name: str) -> float:
     Raises:
         ValueError: another name.
     """
-    return _compare(*_choose(_IDENTITIES, name, "equation of the paper")())
+    return _compare(*_choose(IDENTITIES, name, "equation of the paper")())
 
 
 @functools.cache
@@ -40,7 +37,7 @@ def theorem_error(name: str) -> float:
     5.1 is of one step, 5.2 of a sequence, 5.3 of a sequence with momentum. Raises a ValueError for another name.
     """
     tokens, momentum = _choose({"5.1": (1, False), "5.2": (TOKENS, False), "5.3": (TOKENS, True)}, name, "theorem")
-    return _compare(*_unroll_mlp(tokens, momentum))
+    return _compare(*unroll_mlp(tokens, momentum))
 
 
 @functools.cache
@@ -54,7 +51,7 @@ def lact_error(name: str) -> float:
     Raises:
         ValueError: another name.
     """
-    return _compare(*_choose(_OF_LACT, name, "equation of LaCT")())
+    return _compare(*_choose(OF_LACT, name, "equation of LaCT")())
 
 
 @functools.cache
@@ -134,7 +131,7 @@ def reads_static_kernel(step: str) -> bool:
 
     from ...models.fast_weights import gate, learn
 
-    loop, weights, (_, k, v), rates, momentum = _draw_lact(step)
+    loop, weights, (_, k, v), rates, momentum = draw_lact(step)
     q = torch.randn(1, 1, 2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out = learn(loop, weights, q, k, v, rates, momentum, "recurrent")
     features = q if loop.linear else gate(weights, q)[0]
@@ -151,7 +148,7 @@ def parallel_error(step: str) -> float:
 
     found = {}
     for form in ("parallel", "recurrent"):
-        loop, weights, tokens, rates, momentum = _draw_lact(step, order="before")
+        loop, weights, tokens, rates, momentum = draw_lact(step, order="before")
         given = [tensor.requires_grad_() for tensor in (*weights, *tokens, rates, momentum) if tensor is not None]
         out = learn(loop, weights, *tokens, rates, momentum, form)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
@@ -170,11 +167,39 @@ def order_error(step: str, norm: str | None = None) -> float:
     from ...models.fast_weights import learn
 
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
-    loop, weights, (q, k, v), rates, _ = _draw_lact(step, **changes)
+    loop, weights, (q, k, v), rates, _ = draw_lact(step, **changes)
     swapped = [*range(CHUNK, 2 * CHUNK), *range(CHUNK), *range(2 * CHUNK, TOKENS)]
     first = learn(loop, weights, q, k, v, rates, None, "recurrent")
     moved = None if rates is None else rates[:, :, swapped]
     return _compare(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], moved, None, "recurrent"), first)
+
+
+@functools.cache
+def momentum_error(chunks: int, form: str) -> float:
+    """The error of momenta M_j = G_j + α_j M_{j−1} of so many chunks in fp32, against the recurrence in fp64; α is the
+    mean of a chunk of 256 tokens, around ½.
+
+    `ours` takes weights from differences of cumulated logarithms. `divided` is what the authors' code does:
+    cumprod(α) · cumsum(G / (cumprod(α) + 1e-8)).
+    """
+    import torch
+
+    from ...models.fast_weights import decay_matrix
+
+    generator = torch.Generator().manual_seed(SEED)
+    alpha = torch.randn(chunks, 256, generator=generator, dtype=torch.float64).sigmoid().mean(1)
+    steps = torch.randn(chunks, WIDTH * WIDTH, generator=generator, dtype=torch.float64)
+    moving, stated = torch.zeros(WIDTH * WIDTH, dtype=torch.float64), []
+    for step, factor in zip(steps, alpha, strict=True):
+        moving = step + factor * moving
+        stated.append(moving)
+    alpha, steps = alpha.float(), steps.float()
+    if _choose({"ours": False, "divided": True}, form, "form of the momenta"):
+        products = alpha.cumprod(0)[:, None]
+        found = products * (steps / (products + 1e-8)).cumsum(0)
+    else:
+        found = decay_matrix(alpha) @ steps
+    return _compare(found.double(), torch.stack(stated))
 
 
 def _choose(known: dict[str, Any], name: str, kind: str) -> Any:
@@ -185,265 +210,3 @@ def _choose(known: dict[str, Any], name: str, kind: str) -> Any:
 
 def _compare(found: Any, stated: Any) -> float:
     return ((found - stated).abs().max() / stated.abs().max()).item()
-
-
-def _draw() -> tuple:
-    """q, k, v (T, d), then three square weights with a variance of 1 over their inputs."""
-    import torch
-
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randn(3, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    weights = torch.randn(3, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
-    return *tokens, *weights
-
-
-def _draw_lact(step: str, **changes: Any) -> tuple:
-    """A loop of the ladder, its start, (q, k, v), rates and momentum: one image, one head, chunks of `CHUNK` tokens."""
-    import torch
-
-    from ...models.fast_weights import LADDER, FastLoop
-
-    loop = FastLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
-    q, k, v, *weights = _draw()
-    generator = torch.Generator().manual_seed(1)
-    rates = torch.rand(1, 1, TOKENS, 3, generator=generator, dtype=torch.float64) if loop.rates else None
-    momentum = torch.rand(1, 1, TOKENS, generator=generator, dtype=torch.float64) if loop.momentum else None
-    start = [weight[None].clone() for weight in (weights[:1] if loop.linear else weights)]
-    return loop, start, tuple(x[None, None].clone() for x in (q, k, v)), rates, momentum
-
-
-def _negated_loss() -> tuple:
-    from ...models.fast_weights import learn
-
-    outs = []
-    for step, sign in (("ascent", 1), ("own", -1)):
-        loop, weights, (q, k, v), rates, momentum = _draw_lact(step)
-        outs.append(learn(loop, weights, q, k, sign * v, rates, momentum, "recurrent"))
-    return tuple(outs)
-
-
-def _zero_start() -> tuple:
-    from ...models.fast_weights import learn
-
-    loop, weights, tokens, _, _ = _draw_lact("v6", chunk_size=1, order="after")
-    q, k, v, *_ = _draw()
-    return learn(loop, [0 * weights[0]], *tokens, None, None, "recurrent")[0, 0], (q @ k.mT).tril() @ v
-
-
-def _delta_rule() -> tuple:
-    import torch
-
-    from kernels.ttt_linear.plain import ttt_linear_plain
-
-    q, k, v, W, *_ = _draw()
-    k = k / k.norm(dim=-1, keepdim=True)
-    ones = torch.ones(1, TOKENS, 1, dtype=q.dtype), torch.ones(1, dtype=q.dtype)
-    found = ttt_linear_plain(*(x[None, :, None] for x in (q, k, v)), *ones, W[None], chunk_size=1)[0, :, 0]
-    stated = []
-    for each_q, each_k, each_v in zip(q, k, v, strict=True):
-        W = W - torch.outer(each_k, each_k @ W - each_v)
-        stated.append(each_q @ W)
-    return found, torch.stack(stated)
-
-
-def _learn_vit3(damping: bool) -> tuple:
-    """Our gated unit after its step; and by the text, with φ_{t+1} from a gradient by autograd."""
-    import torch
-    import torch.nn.functional as F
-
-    from ...models.inner import InnerLoop, learn
-
-    q, k, v, gate, linear, _ = _draw()
-    scale, rate = 1 / 3, 1 / (3 * TOKENS)
-    loop = InnerLoop(model="glu", scale=scale, damping=damping)
-    found = learn(loop, [linear[None], gate[None]], *(x[None, None] for x in (q, k, v)), (3, 4))[0, 0]
-    moving = gate.clone().requires_grad_()
-    loss = -rate * (F.silu(k @ moving) * (k @ linear) * v).sum()
-    (of_gate,) = torch.autograd.grad(loss, moving)
-    of_linear = -rate * k.mT @ (v * F.silu(k @ gate))
-    steps = [G / (G.norm(dim=0) + 1) if damping else G for G in (of_gate, of_linear)]
-    return found, F.silu(q @ (gate - steps[0])), q @ linear, steps[1], q
-
-
-def _gated_unit() -> tuple:
-    import torch.nn.functional as F
-
-    found, kernel, start, _, q = _learn_vit3(damping=False)
-    _, k, v, gate, *_ = _draw()
-    return found, kernel * (start + (q @ k.mT) @ (v * F.silu(k @ gate)) / (3 * TOKENS))
-
-
-def _damped_unit() -> tuple:
-    import torch.nn.functional as F
-
-    found, kernel, start, _, q = _learn_vit3(damping=True)
-    _, k, v, gate, *_ = _draw()
-    values = v * F.silu(k @ gate) / (3 * TOKENS)
-    factors = 1 / ((k.mT @ values).norm(dim=0) + 1)  # one for each output channel
-    return found, kernel * (start + (q @ k.mT) @ (values * factors))
-
-
-def _convolution() -> tuple:
-    import torch
-    import torch.nn.functional as F
-
-    from ...models.inner import InnerLoop, learn
-
-    q, k, v, *_ = _draw()
-    grid = (3, 4)
-    kernel = torch.randn(WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
-    found = learn(InnerLoop(model="dwconv", scale=1 / 3), [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[0, 0]
-
-    def windows(x: Any) -> Any:
-        """(T, d) -> (d, T, 9)."""
-        return F.unfold(x.mT.reshape(1, WIDTH, *grid), 3, padding=1).view(WIDTH, 9, TOKENS).mT
-
-    scores = windows(q) @ windows(k).mT  # (d, T, T)
-    stated = windows(q) @ kernel.view(WIDTH, 9, 1) + scores @ v.mT.unsqueeze(-1) / (3 * TOKENS)
-    return found, stated[..., 0].mT
-
-
-def _norm_of_static() -> tuple:
-    from ...models.fast_weights import EPS
-
-    *_, W = _draw()
-    norms = W.norm(dim=-1, keepdim=True)
-    return W / (norms + EPS) * norms, W
-
-
-def _rate_in_value() -> tuple:
-    from ...models.fast_weights import learn
-
-    loop, weights, (q, k, v), rates, momentum = _draw_lact("v3")
-    without, *_ = _draw_lact("v4")
-    outs = learn(loop, weights, q, k, v, rates, momentum, "recurrent")
-    return learn(without, weights, q, k, v * rates[..., 1:2], None, momentum, "recurrent"), outs
-
-
-def _v6_of_lact() -> tuple:
-    from ...models.fast_weights import learn
-
-    loop, weights, tokens, _, _ = _draw_lact("v6")
-    q, k, v, W, *_ = _draw()
-    return learn(loop, weights, *tokens, None, None, "recurrent")[0, 0], q @ (W.mT + k.mT @ v)
-
-
-def _v6_of_vit3(step: str, factor: float, values: Callable[[Any, Any, Any], Any]) -> Callable[[], tuple]:
-    """The heads of a step against q(W + factor · Σ kᵀ values(k, v, W))."""
-
-    def compare() -> tuple:
-        import torch
-
-        from ...models.ladder_vit3 import LadderTraining
-
-        q, k, v, W, *_ = _draw()
-        training = LadderTraining(WIDTH, 1, step).double()
-        with torch.no_grad():
-            training.w1.copy_(W.view_as(training.w1))
-            found = training._learn_glu(torch.cat((q, k, v), -1)[None])[0]
-        return found, q @ (W + factor * k.mT @ values(k, v, W))
-
-    return compare
-
-
-def _unroll_mlp(tokens: int, momentum: bool) -> tuple:
-    """The outputs of x -> SiLU(x Θ) W whose weights learn by autograd on each token; and by the theorem, (T, d)."""
-    import torch
-    import torch.nn.functional as F
-
-    q, k, v, first, last, _ = _draw()
-    rate, decay = 0.1, torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=q.dtype) if momentum else torch.zeros(tokens)
-    weights, moving, start = [first, last], [0, 0], last
-    found, stated, features, values = [], [], [], []
-    for t in range(tokens):
-        each = [weight.clone().requires_grad_() for weight in weights]
-        feature = F.silu(k[t] @ each[0])
-        predicted = feature @ each[1]
-        loss = (predicted - v[t]).square().sum() / 2
-        *steps, error = torch.autograd.grad(loss, [*each, predicted])
-        moving = [step + decay[t] * before for step, before in zip(steps, moving, strict=True)]
-        weights = [weight - rate * step for weight, step in zip(weights, moving, strict=True)]
-        features.append(feature.detach())
-        values.append(-rate * error)
-        gathered = sum(
-            torch.outer(feature, value) * sum(torch.prod(decay[i + 1 : j + 1]) for j in range(i, t + 1))
-            for i, (feature, value) in enumerate(zip(features, values, strict=True))
-        )
-        found.append(F.silu(q[t] @ weights[0]) @ weights[1])
-        stated.append(F.silu(q[t] @ weights[0]) @ (start + gathered))
-    return torch.stack(found), torch.stack(stated)
-
-
-def _recur_lact(muon: bool, rates: bool = True) -> tuple:
-    """LaCT's recurrence by the paper's own definitions, one matrix learned: the outputs, and what the derivations are made of."""
-    import torch
-
-    from ...models.fast_weights import newton_schulz
-
-    q, k, v, start, _, _ = _draw()
-    generator = torch.Generator().manual_seed(1)
-    eta, alpha = torch.rand(2, TOKENS, generator=generator, dtype=q.dtype)
-    eta = eta if rates else torch.ones_like(eta)
-    shape = (lambda step: newton_schulz(step, "lact")) if muon else (lambda step: step)
-    W, moving, outs = start, 0, []
-    for t in range(TOKENS):
-        moving = torch.outer(k[t], v[t]) + alpha[t] * moving
-        W = W + eta[t] * shape(moving)
-        outs.append(q[t] @ W)
-    beta = torch.stack(
-        [torch.stack([torch.prod(alpha[i + 1 : j + 1]) if j >= i else 0 * alpha[0] for j in range(TOKENS)]) for i in range(TOKENS)]
-    )
-    return torch.stack(outs), (q, k, v, start, eta, beta, shape)
-
-
-def _eq1(repaired: bool) -> Callable[[], tuple]:
-    def compare() -> tuple:
-        import torch
-
-        found, (q, k, v, start, eta, beta, shape) = _recur_lact(muon=True)
-        stated = []
-        for t in range(TOKENS):
-            if repaired:
-                steps = [eta[j] * shape((k[: j + 1] * beta[: j + 1, j, None]).mT @ v[: j + 1]) for j in range(t + 1)]
-            else:
-                steps = [shape(torch.outer(k[i], v[i] * eta[i] * beta[i, i : t + 1].sum())) for i in range(t + 1)]
-            stated.append(q[t] @ (start + sum(steps)))
-        return torch.stack(stated), found
-
-    return compare
-
-
-def _coefficient(kind: str) -> Callable[[], tuple]:
-    """The masked attention whose weight of token i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or the `mask` β_i^t."""
-
-    def compare() -> tuple:
-        found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")
-        weights = {"printed": (beta.cumsum(1) * eta[:, None]).mT, "repaired": (beta * eta).cumsum(1).mT, "mask": beta.mT}[kind]
-        return q @ start + ((q @ k.mT) * weights.tril()) @ v, found
-
-    return compare
-
-
-_RATE = 1 / (3 * TOKENS)  # s/N of ViT³'s heads
-_IDENTITIES: dict[str, Callable[[], tuple]] = {
-    "negated_loss": _negated_loss,
-    "zero_start": _zero_start,
-    "delta_rule": _delta_rule,
-    "gated_unit": _gated_unit,
-    "convolution": _convolution,
-    "damped_unit": _damped_unit,
-    "norm_of_static": _norm_of_static,
-    "rate_in_value": _rate_in_value,
-    "v6_of_lact": _v6_of_lact,
-    "v6_as_run": _v6_of_vit3("v6_as_run", 1, lambda k, v, W: v),
-    "v6_derived": _v6_of_vit3("v6", _RATE, lambda k, v, W: v),
-    "v6_as_run_repaired": _v6_of_vit3("v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
-}
-_OF_LACT: dict[str, Callable[[], tuple]] = {
-    "eq1": _eq1(repaired=False),
-    "eq1_repaired": _eq1(repaired=True),
-    "eq1_without_muon": _coefficient("printed"),
-    "coefficient": _coefficient("printed"),
-    "coefficient_repaired": _coefficient("repaired"),
-    "mask": _coefficient("mask"),
-}

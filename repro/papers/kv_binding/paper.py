@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from ...report.paper import Figure, Paper, Question, Variants, VariantTable
+from ...report.paper import Drawing, Figure, Paper, Question, Variants, VariantTable
 from . import formulas
-from .changes import changes_section
-from .residuals import residuals_section
+from .changes import changes_section, describe_changes, describe_vittt
+from .forms import PICTURE, describe_backbones, describe_forms, describe_limits, draw_forms, find_forms, forms_section
+from .learners import describe_learners
+from .residuals import describe_division, describe_residuals, residuals_section
 from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -60,7 +62,21 @@ PAPER = Paper(
         Figure(place="Fig. 3", shows="perplexity over the length of the sequence, of a language model"),
         Figure(place="Fig. 4", shows="training loss over wall-clock time of the recurrent and the parallel form, of a language model"),
     ),
-    sections=(residuals_section, changes_section),
+    drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
+    pictures=(f"figures/{PICTURE}",),
+    sections=(residuals_section, forms_section, changes_section),
+    passages={
+        "docs/inner_loops.md": {
+            "learners": describe_learners,
+            "limits": describe_limits,
+            "residuals": describe_residuals,
+            "division": describe_division,
+            "forms": describe_forms,
+            "backbones": describe_backbones,
+            "changes": describe_changes,
+            "vittt": describe_vittt,
+        }
+    },
     variants=Variants(
         options=VARIANTS,
         models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},

@@ -3,8 +3,10 @@
 from ...report.claims import Report
 from ...report.document import Block, Piece, Section, number, prose, table
 from ...report.expressions import Call
+from . import formulas
 
 ROUNDING = 1e-12
+CHUNKS = (16, 32, 64, 256)
 EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))  # equal bit for bit, on every processor
 
 
@@ -32,6 +34,21 @@ def describe_residuals(report: Report) -> list[Block]:
         mended = "; ".join(_format(report, call, named=len(repaired) > 1) for call in repaired) or "–"
         rows.append([entry.place, entry.says, number(shown), number(mended), verdict.status])
     return [prose(text), table(["where", "the paper says", "residual", "repaired", "status"], rows)]
+
+
+def describe_division(report: Report) -> list[Block]:
+    """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are told in digits."""
+    rows: list[list[Piece]] = []
+    for chunks in CHUNKS:
+        divided, ours = (formulas.momentum_error(chunks, form) for form in ("divided", "ours"))
+        rows.append(
+            [
+                number(chunks),
+                number(f"{100 * divided:.0f} %" if divided > 0.01 else "< 0.1 %" if divided < 0.001 else "< 1 %"),
+                number("< 1e-6" if ours < 1e-6 else f"{ours:.0e}"),
+            ]
+        )
+    return [table(["chunks", "by division", "ours"], rows)]
 
 
 def _find_errors(calls: tuple[Call, ...]) -> list[Call]:

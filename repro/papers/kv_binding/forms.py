@@ -1,0 +1,217 @@
+"""The recurrent and the parallel form of inner learners, as `repro forms` measured them: ratios, memory, crossover, whole backbones."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.figures import new_figure, save_png
+from ...report.claims import Report
+from ...report.document import Block, Heading, Picture, Piece, Section, number, prose, table
+from ...report.gallery import describe_origin
+from ...report.records import Source
+
+COMMAND = "repro forms"
+PICTURE = "kv_binding_forms.png"
+NAMES = {
+    **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")},
+    "vittt_own": "Vittt, unchanged (LayerNorm)",
+    "vittt_plain": "Vittt, plain",
+    "vittt_dot": "Vittt, dot",
+}
+_STYLES = dict(
+    zip(
+        ("lact_v2", "lact_v3", "lact_v4", "lact_v5", "lact_v6", "vittt_plain", "vittt_dot"),
+        (("#E69F00", "o"), ("#56B4E9", "s"), ("#009E73", "^"), ("#CC79A7", "v"), ("#0072B2", "D"), ("#D55E00", "P"), ("#000000", "x")),
+        strict=True,
+    )
+)
+MODES = {"infer": "forward", "train": "forward and backward"}
+_LEARNERS_OF_BACKBONE = {"own": "unchanged", "plain": "plain", "dot": "dot"}
+
+
+def find_forms(report: Report) -> list[Source]:
+    """The records of `repro forms`, those of GPUs first."""
+    found = [source for source in report.results.sources if source.path.endswith("/forms.json") and "ratios" in source.metrics]
+    return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
+
+
+def forms_section(report: Report) -> list[Section]:
+    """The section of the paper's page."""
+    return [Section("Recurrent and parallel", describe_forms(report))]
+
+
+def describe_forms(report: Report) -> list[Block]:
+    """Of each device: ratios over the tokens with crossover and memory, and the paper's own setting beside its numbers."""
+    sources = find_forms(report)
+    if not sources:
+        return [prose(f"Nothing is measured yet: `{COMMAND}`.")]
+    text = (
+        "How many times as fast the parallel form is: the median over turns in which both ran one after the other, with its 95 % interval; "
+        "above 1 it is ahead. In brackets is its peak memory over that of the recurrent form. Noisy rows, which other work disturbed, say so."
+    )
+    blocks: list[Block] = [prose(text)]
+    for source in sources:
+        m, origin = source.metrics, describe_origin([source], report.named)
+        for mode, words in MODES.items():
+            rows = [row for row in m["ratios"] if (row["setting"], row["mode"]) == ("vision", mode)]
+            if rows:
+                about = next(row for row in m["rows"] if row["setting"] == "vision")
+                size = f"one image, {about['heads']} heads of {about['head_dim']}"
+                chunks = ", ".join(f"{name} {_chunk(m, prefix)}" for prefix, name in (("lact", "LaCT"), ("vittt", "Vittt")))
+                blocks += [Heading(f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"), _ratios(rows, m)]
+        blocks += _at_papers_setting(report, source, origin)
+    if (report.results.paths.results / "figures" / PICTURE).is_file() or sources:
+        blocks.append((Picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's"),))
+    if not any(source.device.startswith("cuda") for source in sources):
+        blocks.append(prose(f"No row is of a GPU: none was at hand. `{COMMAND}` measures the same rows there."))
+    return blocks
+
+
+def describe_backbones(report: Report) -> list[Block]:
+    """Vittt-T with each learner and form: time and memory of an image at each size."""
+    sources = [source for source in find_forms(report) if source.metrics["backbones"]]
+    if not sources:
+        return [prose(f"Nothing is measured yet: `{COMMAND}`.")]
+    blocks: list[Block] = []
+    for source in sources:
+        rows = source.metrics["backbones"]
+        sides = sorted({row["image_size"][0] for row in rows})
+        by_learner: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+        for row in rows:
+            by_learner.setdefault((row["options"].get("step", "own"), row["backend"]), {})[row["image_size"][0]] = row
+        body: list[list[Piece]] = []
+        for (step, form), of_side in by_learner.items():
+            cells = [cell for side in sides for cell in _time_and_memory(of_side.get(side))]
+            body.append([_LEARNERS_OF_BACKBONE[step], form, *cells])
+        header = ["learner", "form", *(text for side in sides for text in (f"{side}² (ms)", f"{side}² (MiB)"))]
+        blocks += [prose(f"Vittt-T, one image, fp32; {describe_origin([source], report.named)}."), table(header, body)]
+    return blocks
+
+
+def describe_limits(report: Report) -> list[Block]:
+    """What bounds the batched products of the parallel form, by counting, and why there is no kernel of our own for them."""
+    rows = [row for source in find_forms(report) for row in source.metrics["rows"]]
+    of_lact = next((row for row in rows if (row["setting"], row["learner"]) == ("vision", "lact_v6")), None)
+    if of_lact is None:
+        return [prose(f"Nothing is measured yet: `{COMMAND}`.")]
+    n, d = of_lact["chunk_size"], of_lact["head_dim"]
+    macs, moved = n * d * d, 4 * (2 * n * d + d * d)
+    text = (
+        f"There is no Triton kernel for these forms. With chunks of {n} tokens and heads of {d}, the sum of a chunk's steps reads and writes "
+        f"{moved:,} bytes in fp32 for {macs:,} multiply-adds, {macs / moved:.0f} for each byte, and so does the read-out: batched matrix "
+        "products of this shape are bound by the bandwidth of the memory, and each operand is read once. A kernel could only gain by fusing "
+        "the three phases, so that the states of chunks are not written and read again; what that is worth was not measured, since no GPU "
+        "was at hand."
+    )
+    return [prose(text)]
+
+
+def draw_forms(report: Report, path: Path) -> Path:
+    """The ratios over the tokens, a panel for each mode, of the first record."""
+    source = find_forms(report)[0]
+    figure, panels = new_figure(len(MODES))
+    for panel, (mode, words) in zip(panels, MODES.items(), strict=True):
+        for learner, (colour, marker) in _STYLES.items():
+            rows = [row for row in source.metrics["ratios"] if (row["setting"], row["learner"], row["mode"]) == ("vision", learner, mode)]
+            if not rows:
+                continue
+            x, y = [row["tokens"] for row in rows], [row["ratio"] for row in rows]
+            panel.plot(x, y, color=colour, marker=marker, markersize=5, label=NAMES[learner])
+            if all(row["ratio_ci95"] for row in rows):
+                panel.fill_between(x, *zip(*(row["ratio_ci95"] for row in rows), strict=True), color=colour, alpha=0.12, linewidth=0)
+        panel.axhline(1, color="#777777", linewidth=1)
+        panel.set(xscale="log", yscale="log", xlabel="tokens", title=words)
+        ticks = sorted({row["tokens"] for row in source.metrics["ratios"] if row["setting"] == "vision"})
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
+        panel.set_xticks([], minor=True)
+        panel.set_yticks(shown := [0.25, 0.5, 1, 2, 4], [f"{tick:g}" for tick in shown])
+        panel.set_yticks([], minor=True)
+        panel.grid(True, linewidth=0.4, alpha=0.5)
+    panels[0].set_ylabel("speed of the parallel form over the recurrent one")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(f"{source.device}, fp32; above 1 the parallel form is faster", fontsize=11)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    return save_png(figure, path)
+
+
+def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
+    """From how many tokens on the parallel form is ahead, in words; `rows` are ratios of one learner."""
+    ordered = sorted(rows, key=lambda row: row["tokens"])
+    ahead = [row["ratio"] > 1 for row in ordered]
+    if not any(ahead):
+        return "never ahead"
+    if all(ahead):
+        return "always ahead"
+    first = next(place for place in range(len(ahead)) if all(ahead[place:]) or not any(ahead[place:]))
+    if all(ahead[first:]) and not any(ahead[:first]):
+        return f"ahead from {ordered[first]['tokens']:,}"
+    if not any(ahead[first:]) and all(ahead[:first]):
+        return f"ahead below {ordered[first]['tokens']:,}"
+    return "ahead at " + ", ".join(f"{row['tokens']:,}" for row, is_ahead in zip(ordered, ahead, strict=True) if is_ahead)
+
+
+def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
+    return next(row["chunk_size"] for row in metrics["rows"] if row["setting"] == "vision" and row["learner"].startswith(prefix))
+
+
+def _ratios(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Block:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["learner"], []).append(row)
+    lengths = sorted({row["tokens"] for of_learner in found.values() for row in of_learner})
+    body: list[list[Piece]] = []
+    for learner, of_learner in found.items():
+        by_tokens = {row["tokens"]: row for row in of_learner}
+        body.append([NAMES[learner], *(_ratio(by_tokens.get(tokens), metrics) for tokens in lengths), find_crossover(of_learner)])
+    return table(["learner", *(f"T {tokens:,}" for tokens in lengths), "crossover"], body)
+
+
+def _ratio(row: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> Piece:
+    if row is None:
+        return "–"
+    keys = ("setting", "learner", "mode", "tokens")
+    alike = {each["form"]: each for each in metrics["rows"] if all(each[key] == row[key] for key in keys)}
+    interval = row["ratio_ci95"]
+    text = f"{row['ratio']:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+    memory = alike["parallel"]["peak_memory_mib"] / alike["recurrent"]["peak_memory_mib"]
+    noisy = "; noisy" if any(each["noisy"] for each in alike.values()) else ""
+    return number(f"{text} ({memory:.1f}×{noisy})")
+
+
+def _at_papers_setting(report: Report, source: Source, origin: str) -> list[Block]:
+    """The paper's Table 2 beside ours, in its setting, on our device."""
+    rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
+    if not rows:
+        return []
+    ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
+    one, entries, body = next(iter(rows.values())), report.paper.ledger.entries, []
+    for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
+        row = "baseline" if step == "own" else step
+        theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in ("recurrent", "parallel")]
+        printed = [None if entry is None else float(entry.printed) for entry in theirs]
+        ours = [rows.get((f"lact_{step}", form)) for form in ("recurrent", "parallel")]
+        body.append(
+            [
+                NAMES[f"lact_{step}"],
+                *(number("–" if value is None else f"{value:g}") for value in printed),
+                number("–" if None in printed else f"{printed[1] / printed[0]:.2f}"),
+                *(number("–" if each is None else f"{each['tokens_m_per_s']:.3f}") for each in ours),
+                number(f"{ratios[f'lact_{step}']:.2f}" if f"lact_{step}" in ratios else "–"),
+            ]
+        )
+    header = ["", *(f"paper: {name}" for name in ("recurrent (M/s)", "parallel (M/s)", "ratio"))]
+    header += [f"ours: {name}" for name in ("recurrent (M/s)", "parallel (M/s)", "ratio")]
+    about = (
+        f"The setting of the paper's Table 2: {one['tokens']:,} tokens, {one['heads']} heads of {one['head_dim']}, chunks of {one['chunk_size']:,}. "
+        "A token counts once for each head. The paper's numbers are of a GPU that it does not name, in bf16, ours in fp32 of the device that is "
+        "named: only the columns of ratios say something of each other, and on a processor without launches to wait for, little."
+    )
+    return [Heading(f"At the paper's setting; {origin}"), prose(about), table(header, body)]
+
+
+def _time_and_memory(row: Mapping[str, Any] | None) -> list[Piece]:
+    if row is None or row["latency_ms"] is None:
+        return [number("–"), number("–")]
+    noisy = " (noisy)" if row["noisy"] else ""
+    return [number(f"{row['latency_ms']:.1f}{noisy}"), number(f"{row['peak_memory_mib']:.0f}" if row["peak_memory_mib"] else "–")]
