@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -170,7 +170,7 @@ def _measure_forms(forms: dict[Form, Callable[[], Tensor]], mode: str, device: s
         forward().square().mean().backward()
 
     run = infer if mode == "infer" else train
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     steps = {form: (lambda forward=forward: run(forward)) for form, forward in forms.items()}
     samples: dict[Form, list[float]] = {form: [] for form in forms}
     timer = STEP_TIMERS[device]
@@ -179,7 +179,7 @@ def _measure_forms(forms: dict[Form, Callable[[], Tensor]], mode: str, device: s
     for _ in range(SLOW_STEPS if sum(first_ms.values()) > SLOW_STEP_S * 1e3 else TURNS):
         for form, step in steps.items():
             samples[form].append(timer(lambda step=step, count=counts[form]: [step() for _ in range(count)]) / counts[form])
-    machine = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "load_average": load, "device": device}
+    machine = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "device": device, **load}
     return {
         form: {"samples_ms": samples[form], "peak_memory_mib": measure_peak_mib(step, device), **machine} for form, step in steps.items()
     }
@@ -192,6 +192,8 @@ def _make_row(about: dict[str, Any], setting: Setting, form: Form, found: dict[s
     row = {**about, "form": form, "heads": setting.heads, "head_dim": setting.head_dim, "chunk_size": chunk, **found, "status": "ok"}
     row |= {"latency_ms": latency, "latency_ms_ci95": median_interval(samples), "samples_ms": [round(sample, 3) for sample in samples]}
     row["tokens_m_per_s"] = about["tokens"] * setting.heads / latency / 1e3
+    if row["latency_ms_ci95"] is None:
+        row["latency_ms_ci95_reason"] = _too_few(samples)
     return row | {"noisy": find_noise(row)}
 
 
@@ -199,7 +201,12 @@ def _compare(measured: dict[Form, dict[str, Any]]) -> dict[str, Any]:
     """How many times as fast the parallel form is."""
     pairs = zip(measured["recurrent"]["samples_ms"], measured["parallel"]["samples_ms"], strict=True)
     turns = [recurrent / parallel for recurrent, parallel in pairs]
-    return {"ratio": statistics.median(turns), "ratio_ci95": median_interval(turns)}
+    interval = median_interval(turns)
+    return {"ratio": statistics.median(turns), "ratio_ci95": interval} | ({} if interval else {"ratio_ci95_reason": _too_few(turns)})
+
+
+def _too_few(samples: Sequence[float]) -> str:
+    return f"a turn over {SLOW_STEP_S:g} s leaves {len(samples)} turns, too few for a 95 % interval"
 
 
 def _describe(about: dict[str, Any], measured: dict[Form, dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ Shape suffixes: B batch, N tokens (h·w), C width, d head dimension.
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import did_you_mean
@@ -16,18 +17,22 @@ from .inner import InnerLoop, learn
 from .vit3 import INNER_SCALE, InnerTraining, ViT3
 
 _SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
-# step -> how the heads learn, `own` as in ViT3. `as_run`: the value is v ⊙ (k w1), since the paper's code keeps the line of the gated unit, whose gradient
-# that is; `derived` is the gradient of the loss itself. V6 leaves out the damping, which stands in ViT3 where LaCT has Muon
+# step -> how the heads learn, `own` as in ViT3. The gate SiLU(x w2) of V1 is static, so that w1 learns alone from values v ⊙ SiLU(k w2).
+# V6 leaves out the damping, which stands in ViT3 where LaCT has Muon. `as_run`: the value is v ⊙ (k w1), since the paper's code keeps the
+# line of the gated unit, whose gradient that is; without it, the step is the gradient of the loss itself
 STEPS: dict[str, InnerLoop] = {
     "own": InnerLoop(model="glu", **_SHARED),
     "ascent": InnerLoop(model="glu", direction="ascent", **_SHARED),
     "q_is_k": InnerLoop(model="glu", **_SHARED),
-    "v1": InnerLoop(model="glu", only=(0,), **_SHARED),
+    "v1": InnerLoop(model="fc", **_SHARED),
     "v3": InnerLoop(model="fc", **_SHARED),
     "v3_as_run": InnerLoop(model="fc", **_SHARED),
     "v6": InnerLoop(model="fc", scale=INNER_SCALE),
     "v6_as_run": InnerLoop(model="fc", scale=INNER_SCALE),
 }
+WITHOUT_GATE = ("v3", "v6")  # steps that have no w2; what was run keeps it, without effect
+# step -> products with a d x d matrix beside those of its learner: the gates of keys and queries, or k w1
+_FURTHER_PRODUCTS = {"v1": 2, "v3_as_run": 1, "v6_as_run": 1}
 
 
 class LadderTraining(InnerTraining):
@@ -45,16 +50,23 @@ class LadderTraining(InnerTraining):
         found = loop or STEPS[step]
         self.step, self.loop = step, InnerLoop(**{**vars(found), "epochs": inner_steps})
         self.conv_loop = InnerLoop(model="dwconv", epochs=inner_steps, **_SHARED)
-        if self.loop.model == "fc" and not step.endswith("_as_run"):
-            del self.w2  # what was run keeps it, without effect
+        if step in WITHOUT_GATE:
+            del self.w2
 
     def _learn_glu(self, qkv: Tensor) -> Tensor:
         q, k, v = self._split(qkv, self.num_heads)
-        if self.step.endswith("_as_run"):
-            v = v * (k @ self.w1.to(k.dtype))
-        weights = [self.w1, self.w2] if self.loop.model == "glu" else [self.w1]
+        w1 = self.w1.to(k.dtype)
+        gate = None
+        if self.step == "v1":
+            w2 = self.w2.to(k.dtype)
+            gate, v = F.silu(q @ w2), v * F.silu(k @ w2)
+        elif self.step.endswith("_as_run"):
+            v = v * (k @ w1)
+        weights = [w1, self.w2] if self.loop.model == "glu" else [w1]
         out = learn(self.loop, [weight[0] for weight in weights], q, k, v, (1, k.shape[2]))
-        if self.step.endswith("_as_run"):
+        if gate is not None:
+            out = out * gate
+        elif self.step.endswith("_as_run"):
             out = out + 0 * self.w2.sum()
         return out.transpose(1, 2).flatten(2)
 
@@ -92,17 +104,17 @@ class ViT3Ladder(ViT3):
         """Named counts of parameters that add up to the model's own."""
         C, d = self.embed_dim, self.embed_dim // self.num_heads
         terms = super().param_terms()
-        if STEPS[self.step].model == "fc" and not self.step.endswith("_as_run"):
+        if self.step in WITHOUT_GATE:
             terms["inner_start"] -= self.depth * C * d
         return terms
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels: see `InnerLoop.count_macs`; what was run forms k w1 beside."""
+        """Named counts of multiply-adds for one image of (H, W) pixels: see `InnerLoop.count_macs`."""
         L, d = self.depth, self.embed_dim // self.num_heads
         h, w = self.grid_of(*image_size)
         training: LadderTraining = self.blocks[0].attn
-        extra = h * w * d * d if self.step.endswith("_as_run") else 0
-        of_heads, of_conv = training.loop.count_macs(h * w, d) + extra, training.conv_loop.count_macs(h * w, d)
+        further = _FURTHER_PRODUCTS.get(self.step, 0) * h * w * d * d
+        of_heads, of_conv = training.loop.count_macs(h * w, d) + further, training.conv_loop.count_macs(h * w, d)
         return super().mac_terms(image_size) | {"inner_glu": L * self.num_heads * of_heads, "inner_conv": L * of_conv}
 
 

@@ -1,0 +1,75 @@
+"""The plain learner of TTT-Linear in both forms: against the reference, the equations token by token, and each other."""
+
+import pytest
+import torch
+
+from kernels.ttt_linear.plain import compose, ttt_linear_plain
+from kernels.ttt_linear.reference import ttt_linear_dual
+
+
+def drawn(T: int, chunk_size: int, D: int = 6) -> list[torch.Tensor]:
+    """q, k, v, lr, token_scale, W0 in fp64, all with gradients: two images, three heads."""
+    torch.manual_seed(T + chunk_size)
+    options = {"dtype": torch.float64}
+    q, k, v = (torch.randn(2, T, 3, D, **options) for _ in range(3))
+    inputs = [q, k, v, torch.rand(2, T, 3, **options) / D, torch.rand(chunk_size, **options), torch.randn(3, D, D, **options)]
+    return [x.requires_grad_() for x in inputs]
+
+
+def close(found: torch.Tensor, stated: torch.Tensor, tolerance: float = 1e-10) -> bool:
+    return bool((found - stated).abs().max() <= tolerance * stated.abs().max().clamp_min(1))
+
+
+@pytest.mark.parametrize("form", ["recurrent", "parallel"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 1), (5, 16), (16, 16), (33, 4), (81, 16), (128, 8)])
+def test_with_the_squared_error_it_is_the_plain_reference(T, chunk_size, reverse, form):
+    inputs = drawn(T, chunk_size)
+    stated = ttt_linear_dual(*inputs, inner="plain", chunk_size=chunk_size, reverse=reverse)
+    assert close(ttt_linear_plain(*inputs, chunk_size=chunk_size, reverse=reverse, form=form), stated)
+
+
+@pytest.mark.parametrize("form", ["recurrent", "parallel"])
+def test_with_the_dot_product_it_is_a_masked_attention(form):
+    """out_t = q_t W0 + Σ_s w_ts (q_t·k_s) v_s: a token of an earlier chunk counts with the scale of its chunk's end, one of its own with t's."""
+    T, n = 23, 5
+    q, k, v, lr, c, W0 = (x.detach() for x in drawn(T, n))
+    weight = torch.zeros(T, T, dtype=q.dtype)
+    for t in range(T):
+        for s in range(t + 1):
+            weight[t, s] = c[n - 1] if s // n < t // n else c[t % n]
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * weight * lr.transpose(1, 2).unsqueeze(2)
+    stated = torch.einsum("bthd,hde->bthe", q, W0) + torch.einsum("bhts,bshd->bthd", scores, v)
+    assert close(ttt_linear_plain(q, k, v, lr, c, W0, loss="dot", chunk_size=n, form=form), stated)
+
+
+@pytest.mark.parametrize("loss", ["mse", "dot"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 4), (7, 4), (40, 4), (65, 16), (200, 8)])
+def test_both_forms_have_the_same_outputs_and_gradients(T, chunk_size, reverse, loss):
+    inputs, found = drawn(T, chunk_size), {}
+    for form in ("recurrent", "parallel"):
+        out = ttt_linear_plain(*inputs, loss=loss, chunk_size=chunk_size, reverse=reverse, form=form)
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
+        gradients = torch.autograd.grad((out * cotangent).sum(), inputs, allow_unused=True)
+        found[form] = [out, *(torch.zeros_like(x) if each is None else each for x, each in zip(inputs, gradients, strict=True))]
+    assert all(close(ours, stated) for ours, stated in zip(found["parallel"], found["recurrent"], strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 13])
+def test_maps_are_composed_in_their_order(count):
+    torch.manual_seed(count)
+    maps, shifts, start = (torch.randn(2, n, 3, 3, dtype=torch.float64) for n in (count, count, 1))
+    states = [start[:, 0]]
+    for place in range(count):
+        states.append(maps[:, place] @ states[-1] + shifts[:, place])
+    assert close(compose(maps, shifts, start), torch.stack(states, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_computed_in_fp32(dtype):
+    inputs = [x.detach().to(dtype) for x in drawn(40, 8)]
+    for form in ("recurrent", "parallel"):
+        out = ttt_linear_plain(*inputs, chunk_size=8, form=form)
+        stated = ttt_linear_plain(*(x.double() for x in inputs), chunk_size=8)
+        assert out.dtype == dtype and close(out.double(), stated, 1e-5 if dtype == torch.float32 else 1e-2)

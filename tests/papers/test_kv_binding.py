@@ -1,0 +1,361 @@
+"""The room of the paper on KV binding: its ledger's verdicts, its formulas, variants, recipe, and what its page says of made-up records."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro.core.config import build, load_section
+from repro.core.hashing import import_closure
+from repro.core.paths import Paths
+from repro.models import fast_weights
+from repro.models.registry import build_model
+from repro.papers import load_papers
+from repro.papers.grid import load_grid, vary_recipe
+from repro.papers.kv_binding import formulas
+from repro.papers.kv_binding.changes import CHANGES, describe_changes, describe_vittt
+from repro.papers.kv_binding.forms import describe_backbones, describe_forms, describe_limits
+from repro.papers.kv_binding.learners import LEARNERS, describe_learners
+from repro.papers.kv_binding.recipe import describe_recipe
+from repro.papers.kv_binding.residuals import describe_division
+from repro.papers.kv_binding.variants import ORDERS, ROWS, VARIANTS, find_family
+from repro.report.markdown import render_blocks, render_markdown
+from repro.report.pages import build_document
+from repro.report.results import Results
+from repro.report.variants import find_groups, find_variant, judge_group
+from repro.tasks.classification.params import ClassifierParams
+from tests.report.conftest import JUDGE, SCORES
+
+ROOT = Path(__file__).parents[2]
+PAPER = load_papers()["kv_binding"]
+BASE = "ladder_vit3_base_patch16_224"
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """The ledger judged without any record: what its own formulas say."""
+    paths = Paths(tmp_path_factory.mktemp("checkout"))
+    return JUDGE(PAPER, Results(paths, [PAPER], SCORES)).verdicts
+
+
+# --- the ledger ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_paper_proves_holds_and_its_misprints_are_explained(verdicts):
+    found = {}
+    for name, verdict in verdicts.items():
+        found.setdefault(verdict.status, set()).add(name)
+    assert found["differs, explained"] == {
+        "text.5_3.eq1",  # the orthogonalization of a sum is no sum
+        "text.5_3.eq1_linear",  # the rate of a step outside of the momentum
+        "text.6_1.vit3",  # ViT³'s last step as run
+        "text.appendix_e.rate",
+        "text.appendix_h.mask",  # the momentum matrix in place of its cumulated sum
+    }
+    assert found["paper inconsistent"] == {"text.6_1.value", "text.appendix_e.shapes"}
+    assert "differs, unexplained" not in found
+    proved = (
+        "text.theorem5_1",
+        "text.theorem5_2",
+        "text.theorem5_3",
+        "text.4_2.theorem",
+        "text.5_4.glu",
+        "text.5_4.conv",
+        "text.6_2.exists",
+    )
+    assert set(proved) <= found["matched"]
+    assert {name for name in verdicts if name.endswith(("perplexity", "psnr", "top1_percent"))} <= found["not measured"]
+
+
+def test_printed_numbers_are_the_papers():
+    def printed(table, *keys):
+        return [PAPER.ledger.entries[f"{table}.{key}"].printed for key in keys]
+
+    rows = ("baseline", "ascent", "q_is_k")
+    assert printed("table1", *(f"{row}.top1_percent" for row in rows)) == ["79.34", "79.61", "79.18"]
+    assert printed("table1", *(f"{row}.perplexity" for row in rows)) == ["16.43", "16.19", "16.18"]
+    ladder = [f"v{number}" for number in range(1, 7)]
+    assert printed("table2", *(f"{row}.top1_percent" for row in ladder)) == ["79.63", "79.63", "79.39", "79.39", "79.39", "79.54"]
+    assert printed("table2_recurrent", *(f"{row}.tokens_m_per_s" for row in ladder)) == "10.60 11.02 12.95 13.31 14.40 89.67".split()
+    assert printed("table2_parallel", *(f"{row}.tokens_m_per_s" for row in ladder[1:])) == "30.18 49.69 53.99 57.28 124.6".split()
+    assert PAPER.ledger.entries["text.6_2.speedup_most"].printed == "4.0"
+
+
+def test_the_papers_size_is_counted():
+    """By hand: ViT³-B has 90,055,912 parameters; V3 leaves out 12 blocks of a C x d matrix, which what was run keeps."""
+    counts = {step: sum(p.numel() for p in build_model(BASE, step=step).parameters()) for step in ("own", "v1", "v3", "v3_as_run", "v6")}
+    assert counts == {"own": 90_055_912, "v1": 90_055_912, "v3": 89_466_088, "v3_as_run": 90_055_912, "v6": 89_466_088}
+
+
+@pytest.mark.parametrize(("step", "products"), [("own", 6), ("v1", 4), ("v3", 2), ("v3_as_run", 3), ("v6_as_run", 3)])
+def test_a_step_needs_as_many_products_as_its_equations(step, products):
+    """Of N·C·d multiply-adds in each block; what remains is the shell and the convolution of ViT³."""
+    with torch.device("meta"):
+        macs = build_model(BASE, step=step).mac_terms((224, 224))
+    assert macs["inner_glu"] == 12 * products * 196 * 768 * 64
+
+
+# --- the formulas -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: formulas.identity_error("no"),
+        lambda: formulas.theorem_error("5.4"),
+        lambda: formulas.lact_error("no"),
+        lambda: formulas.inner_loss_change("no"),
+        lambda: formulas.momentum_error(4, "no"),
+    ],
+)
+def test_an_unknown_name_is_refused(call):
+    with pytest.raises(ValueError, match="they are"):
+        call()
+
+
+def test_a_broken_learner_shows_in_the_residuals(monkeypatch):
+    """The recurrence of LaCT with a step that is a thousandth too long."""
+    for function in (formulas.parallel_error, formulas.identity_error):
+        function.cache_clear()
+    find_steps = fast_weights._find_steps
+    monkeypatch.setattr(fast_weights, "_find_steps", lambda *arguments: [1.001 * step for step in find_steps(*arguments)])
+    try:
+        assert formulas.parallel_error("v6") > 1e-4 and formulas.identity_error("v6_of_lact") > 1e-4
+    finally:
+        for function in (formulas.parallel_error, formulas.identity_error):
+            function.cache_clear()
+
+
+def test_a_learner_that_has_no_parallel_form_is_refused():
+    with pytest.raises(ValueError, match="norm state is applied to the state"):
+        formulas.parallel_error("v1")
+
+
+def test_the_authors_division_underflows_and_ours_does_not():
+    """cumprod(½) falls below their 1e-8 between 26 and 27 chunks."""
+    assert 0.5**27 < 1e-8 < 0.5**26
+    assert (
+        formulas.momentum_error(16, "divided")
+        < 1e-3
+        < 0.1
+        < formulas.momentum_error(32, "divided")
+        < formulas.momentum_error(256, "divided")
+    )
+    assert max(formulas.momentum_error(chunks, "ours") for chunks in (16, 64, 256, 1024)) < 1e-6
+
+
+def test_the_value_rows_are_those_of_the_heads():
+    model = build_model("ladder_vit3_nano_patch4_32", num_classes=3)
+    training = model.blocks[0].attn
+    x = torch.randn(1, 64, 48)
+    _, _, v = training._split(training.qkv(x)[..., : 3 * 48], 2)
+    rows = formulas.find_values(model, "blocks.0.attn.qkv.weight")
+    stated = x @ training.qkv.weight[rows].T + training.qkv.bias[rows]
+    assert torch.allclose(v.transpose(1, 2).flatten(2), stated, atol=1e-6)
+    assert formulas.find_values(model, "blocks.0.mlp.fc1.weight") == slice(0)
+
+
+# --- variants and recipe ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["digits", "connect"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name, data):
+    params = vary_recipe(load_grid("kv_binding"), name, Paths(ROOT), data=data, seeds=(0,), epochs=None)
+    assert params.model.startswith(find_family(name)) and params.data == data
+    model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
+    tokens = {"digits": {"vit3": 64, "lact": 64, "vittt": 81}, "connect": dict.fromkeys(("vit3", "lact", "vittt"), 16)}
+    height, width = model.grid_size
+    assert height * width == tokens[data][name.split("_")[0]]
+    if name.startswith("lact"):
+        assert height * width == 4 * params.options.get("chunk_size", 16)
+
+
+def test_the_rows_are_variants_and_the_orders_are_of_the_rows():
+    assert all(set(rows) <= set(VARIANTS) for rows in ROWS.values())
+    assert all({name for pair in pairs for name in pair} <= set(ROWS[place]) for place, pairs in ORDERS.items())
+    assert {name.partition("_")[2] for name in VARIANTS} - {"own"} == set(CHANGES)
+
+
+def test_variants_of_equal_options_are_told_apart_by_their_model(checkout):
+    about = {"image_size": 32, "epochs": 20, "num_params": 7, "macs_g": 1.0}
+    models = {"vit3": "ladder_vit3_nano_patch4_32", "lact": "lact_nano_patch4_32", "vittt": "ladder_vittt_nano_patch16_144"}
+    for name, model in models.items():
+        checkout.train(
+            f"measured/cpu/ablate/kv_binding/digits/{name}_ascent",
+            model,
+            "digits",
+            options={"step": "ascent"},
+            held_out_images=359,
+            top1=(90.0, 91.0),
+            **about,
+        )
+    results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
+    found = {source.metrics["model"]: find_variant(results, PAPER.variants, source.metrics) for source in results.sources}
+    assert found == {model: f"{name}_ascent" for name, model in models.items()}
+
+
+@pytest.mark.parametrize("step", ["own", "ascent", "q_is_k", "v1", "v3", "v3_as_run", "v6", "v6_as_run"])
+def test_the_paper_profile_trains_each_step_as_appendix_a_says(step):
+    params = load_section(ClassifierParams, ROOT / "profiles/paper.yaml", "baselines", f"ladder_vit3_{step}_imagenet")
+    assert (params.model, params.epochs, params.batch_size) == (BASE, 60, 2 * 256) and params.options == (
+        {} if step == "own" else {"step": step}
+    )
+    # ViT³'s rate at this batch
+    assert params.optim.lr * params.batch_size / params.optim.lr_batch_size == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, None),
+        ({"epochs": 20}, "epochs: 20, the paper has 60"),
+        ({"batch_size": 256}, "batch_size: 256, the paper has 512"),
+        ({"model": "lact_nano_patch4_32"}, f"model: lact_nano_patch4_32, the paper has ViT³-B ({BASE})"),
+        ({"data": "digits"}, "data: digits (1,281,167 training images), the paper has ImageNet-1K (1,281,167)"),
+    ],
+)
+def test_a_departure_has_a_line(changes, line):
+    asked = {"model": BASE, "data": "imagenet", "epochs": 60, "batch_size": 512, "drop_path": 0.4}
+    asked |= {"optim": {"lr": 5e-4}, "mix": {}, "transform": {"image_size": 224}, **changes}
+    params = build(ClassifierParams, asked, "a step")
+    world = {"world_size": 2, "micro_batch": params.batch_size // 2, "accumulate": 1}
+    described, listed = describe_recipe(params, {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": 1_281_167})
+    found = described["departures_from_the_paper"]
+    assert found == ([] if line is None else [line]) and (line is None or f"departs from the paper: {line}" in listed)
+
+
+def test_the_variants_depend_on_no_report():
+    for module in ("variants", "recipe", "grid"):
+        assert not [file for file in import_closure(ROOT, [f"repro.papers.kv_binding.{module}"]) if "repro/report" in file]
+
+
+# --- the page -----------------------------------------------------------------------------------------------------------------------
+
+
+def train(checkout, scores: dict[str, tuple[float, ...]], model: str, data: str = "digits") -> None:
+    for name, top1 in scores.items():
+        about = {"options": VARIANTS[name], "image_size": 32, "epochs": 20, "num_params": 7, "macs_g": 1.0}
+        folder = f"measured/cpu/ablate/kv_binding/{data}/{name}"
+        checkout.train(folder, model, data, held_out_images=100_000, top1=top1, **about)
+        checkout.write(f"results/{folder}/recipe.json", "{}")
+
+
+def judge(checkout):
+    return JUDGE(PAPER, Results(checkout.paths, [checkout.paper, PAPER], SCORES))
+
+
+def test_the_papers_orders_are_judged(checkout):
+    """V1 is ahead of all other steps of LaCT, by points that are far above the noise."""
+    steps = ("own", "v1", "v2", "v3", "v4", "v5", "v6")
+    train(
+        checkout,
+        {f"lact_{step}": tuple(80 + 9 * (step == "v1") + noise for noise in (0.0, 0.1, 0.3)) for step in steps},
+        "lact_nano_patch4_32",
+    )
+    report = judge(checkout)
+    (group,) = find_groups(report.results, PAPER.variants)
+    where = next(table for table in PAPER.variants.tables if table.place == "Table 2, LaCT")
+    found = judge_group(group, where, PAPER.ledger)
+    assert (found.word, len(found.pairs), found.tau) == ("ordering seen", 6, 1.0)
+    page = render_markdown(build_document(report))
+    assert "**ordering seen**" in page and "| step v1 |" in page
+
+
+def test_a_change_is_said_with_its_interval(checkout):
+    """Differences by hand: ascent 0.2 ± noise is not separated, plain is ten points below, in every seed."""
+    own = (90.0, 91.0, 92.0, 90.5, 91.5)
+    scores = {
+        "vittt_own": own,
+        "vittt_ascent": tuple(value + change for value, change in zip(own, (1.0, -1.0, 0.5, -0.5, 1.0), strict=True)),
+        "vittt_plain": tuple(value - 10 + change for value, change in zip(own, (0.1, -0.1, 0.1, -0.1, 0.0), strict=True)),
+    }
+    train(checkout, scores, "ladder_vittt_nano_patch16_144")
+    page = render_blocks(describe_vittt(judge(checkout)), "")
+    assert "| the unchanged model | `vittt_own` | 91.0 | – | – | – |" in page
+    # t(4, 97.5 %) = 2.776; the standard deviation of (1, −1, .5, −.5, 1) is 0.908
+    assert "| learns up its loss | `vittt_ascent` | 91.2 | +0.20 [-0.93, +1.33] |" in page and "| not separated |" in page
+    assert "| without LayerNorm and bias | `vittt_plain` | 81.0 | -10.00 [-10.12, -9.88] |" in page and "| worse |" in page
+    assert "ViT³" not in render_blocks(describe_vittt(judge(checkout)), "")
+
+
+def test_without_records_the_page_says_what_would_make_them(checkout):
+    report = judge(checkout)
+    for describe in (describe_changes, describe_vittt):
+        assert "`repro ablate --paper kv_binding --all --data digits --seeds 5`" in render_blocks(describe(report), "")
+    for describe in (describe_forms, describe_backbones, describe_limits, describe_learners):
+        assert "`repro forms`" in render_blocks(describe(report), "")
+    assert "| 256 | 100 % | < 1e-6 |" in render_blocks(describe_division(report), "")
+
+
+def forms(device: str = "cpu") -> dict:
+    """A record of `repro forms` in which the parallel form of V6 passes the recurrent one at 400 tokens."""
+    rows, ratios = [], []
+    for tokens, ratio in ((100, 0.5), (400, 2.0), (6400, 4.0)):
+        about = {"setting": "vision", "learner": "lact_v6", "mode": "infer", "tokens": tokens}
+        shared = {**about, "heads": 3, "head_dim": 64, "chunk_size": 256, "noisy": [], "tokens_m_per_s": 1.0}
+        rows += [{**shared, "form": "recurrent", "latency_ms": 8.0, "peak_memory_mib": 2.0}]
+        rows += [
+            {**shared, "form": "parallel", "latency_ms": 8.0 / ratio, "peak_memory_mib": 6.0, "noisy": ["load"] if tokens == 400 else []}
+        ]
+        ratios.append({**about, "ratio": ratio, "ratio_ci95": [ratio - 0.1, ratio + 0.1]})
+    rows.append({**rows[0], "learner": "vittt_dot", "chunk_size": 16})
+    shared = {**rows[0], "setting": "paper", "tokens": 32768, "heads": 4, "head_dim": 384, "chunk_size": 2048}
+    rows += [{**shared, "form": form, "tokens_m_per_s": speed} for form, speed in (("recurrent", 0.25), ("parallel", 0.2))]
+    ratios.append(
+        {
+            "setting": "paper",
+            "learner": "lact_v6",
+            "mode": "infer",
+            "tokens": 32768,
+            "ratio": 0.8,
+            "ratio_ci95": None,
+            "ratio_ci95_reason": "three turns",
+        }
+    )
+    backbone = {
+        "options": {"step": "plain"},
+        "backend": "parallel",
+        "image_size": [1280, 1280],
+        "latency_ms": 1234.0,
+        "peak_memory_mib": 99.0,
+        "noisy": [],
+    }
+    return {"rows": rows, "ratios": ratios, "backbones": [backbone]}
+
+
+def test_the_forms_are_told_with_crossover_memory_and_noise(checkout):
+    checkout.record("measured/cpu", forms(), name="forms")
+    page = render_blocks(describe_forms(judge(checkout)), "")
+    row = "| LaCT, V6 | 0.50 [0.40, 0.60] (3.0×) | 2.00 [1.90, 2.10] (3.0×; noisy) | 4.00 [3.90, 4.10] (3.0×) | ahead from 400 |"
+    assert row in page
+    # the paper's 89.67 and 124.6 million tokens a second beside ours
+    assert "| LaCT, V6 | 89.67 | 124.6 | 1.39 | 0.250 | 0.200 | 0.80 |" in page
+    assert "No row is of a GPU" in page
+    assert "| plain | parallel | 1234.0 | 99 |" in render_blocks(describe_backbones(judge(checkout)), "")
+    # 256 tokens of 64 channels: two operands and a state of four bytes a number
+    assert "147,456 bytes in fp32 for 1,048,576 multiply-adds, 7 for each byte" in render_blocks(describe_limits(judge(checkout)), "")
+
+
+def test_the_table_of_learners_has_their_times(checkout):
+    checkout.record("measured/cpu", forms(), name="forms")
+    page = render_blocks(describe_learners(judge(checkout)), "")
+    assert all(f"| {system} |" in page for system in LEARNERS)
+    (row,) = [line for line in page.splitlines() if line.startswith("| LaCT, V6 |")]
+    assert row.endswith("| 8.0; 2.0 |")
+
+
+@pytest.mark.parametrize("name", [name for name in LEARNERS if name.startswith("LaCT")])
+def test_the_table_says_yes_where_the_code_has_a_parallel_form(name):
+    *_, reducible, _, learner = LEARNERS[name]
+    loop = fast_weights.FastLoop(**fast_weights.LADDER[learner.removeprefix("lact_")])
+    assert reducible.startswith("no" if loop.obstacle else "yes")
+
+
+def test_the_page_is_written_from_it(checkout):
+    page = render_markdown(build_document(judge(checkout)))
+    assert page.startswith("# KV binding is linear attention: the paper's numbers and ours\n")
+    assert "What is proved, by its residual in fp64" in page and "| < 1e-12 | – | matched |" in page
+    assert json.loads(json.dumps(dataclasses.asdict(PAPER.questions[0])))["label"] == "equations and theorems"
