@@ -52,8 +52,9 @@ def command(
     from repro.data.cells import open_cell
     from repro.inference.attention import measure_on_data
     from repro.inference.classifier import load_classifier
-    from repro.inference.explain import compare_probe, draw_map, require_png
+    from repro.inference.explain import draw_map, require_png
     from repro.inference.predict import find_pictures
+    from repro.inference.probe import compare_probe
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)
@@ -62,7 +63,7 @@ def command(
     if cell is None:
         draw_map(classifier, find_pictures(images), map, output, teacher)
     elif probe is not None:
-        compare_probe(classifier, cell, probe, runtime.workers)
+        compare_probe(classifier, cell, probe, paths, runtime)
     else:
         require_png(output)
         measure_on_data(classifier, cell, teacher, output, paths, runtime)

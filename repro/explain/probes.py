@@ -30,6 +30,19 @@ _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
 }
 
 
+def parse_probe(name: str) -> tuple[str, int]:
+    """The kind of a probe, and its inner steps; a ValueError for an unknown name."""
+    kind, _, count = name.partition("=")
+    if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
+        raise ValueError(f"probe {name}: no such probe; known: {KNOWN}")
+    return kind, int(count or 1)
+
+
+def describe_reported(name: str) -> str:
+    """What Liu et al. report of a probe."""
+    return _KINDS[parse_probe(name)[0]][1]
+
+
 class Probe:
     """A replacement for `repro.explain.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
 
@@ -42,11 +55,8 @@ class Probe:
     """
 
     def __init__(self, name: str):
-        kind, _, count = name.partition("=")
-        if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
-            raise ValueError(f"probe {name}: no such probe; known: {KNOWN}")
-        self.steps = int(count or 1)
-        self._change, self.reported = _KINDS[kind]
+        kind, self.steps = parse_probe(name)
+        self._change, _ = _KINDS[kind]
         self._before = self._after = self._count = 0.0
 
     def __call__(self, arguments: Arguments, run: Run) -> Tensor:

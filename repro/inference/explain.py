@@ -12,16 +12,12 @@ from torch import Tensor
 
 from ..core.errors import UserError
 from ..core.runtime import device_label
-from ..data.cells import DataCell
 from ..data.classification import eval_transform
 from ..data.pixels import read_pixels
-from ..data.tree import Tree
 from ..explain import draw, erf, inner
-from ..explain.inner import OverrideTTTLinear
-from ..explain.probes import Probe
 from ..models.checkpoints import open_weights
 from .attention import explain_attention
-from .classifier import Classifier, load_classifier, require_same_classes
+from .classifier import Classifier, load_classifier
 
 BATCH_SIZE = 64
 Map = Literal["gmm", "erf", "reconstruction", "attention"]
@@ -105,39 +101,3 @@ def _read_picture(classifier: Classifier, path: Path) -> Tensor:
     if frames > 1:
         print(f"{path}: an animation of {frames} frames; the first one is shown")
     return seen
-
-
-def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], str]:
-    """`top1_percent`, `held_out_images` and the inner losses over the reported split with a changed inner loop; and what others report.
-
-    An unknown probe, or a model without an inner learner, is a UserError.
-    """
-    try:
-        probe = Probe(name)
-        with OverrideTTTLinear(probe):
-            scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
-        before, after = probe.inner_losses()
-    except ValueError as error:
-        raise UserError(f"explain: {error}") from None
-    kept = {key: scores[key] for key in ("top1_percent", "held_out_images")}
-    return kept | {"inner_loss_before": before, "inner_loss_after": after}, probe.reported
-
-
-def compare_probe(classifier: Classifier, cell: DataCell, name: str, workers: int) -> None:
-    """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe; raises as `run_probe`.
-
-    Data with other classes than the model's are a UserError, too.
-    """
-    tree = cell.open_tree()
-    require_same_classes(classifier.checkpoint, tree.classes, cell.name)
-    found, reported = run_probe(classifier, tree, name, workers)
-    unchanged, _ = run_probe(classifier, tree, "steps=1", workers)
-    before, after = unchanged["top1_percent"], found["top1_percent"]
-    print(
-        f"{classifier.name} on {cell.name}, {found['held_out_images']} {tree.kind.reported_split} images: "
-        f"top-1 {before:.2f} %, with {name} {after:.2f} % ({after - before:+.2f})"
-    )
-    for which, numbers in (("unchanged", unchanged), (f"with {name}", found)):
-        losses = f"{numbers['inner_loss_before']:.3f}, {numbers['inner_loss_after']:.3f}"
-        print(f"inner loss of a chunk before and after its steps, {which}: {losses}")
-    print(f"Liu et al. report: {reported}")

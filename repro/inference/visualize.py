@@ -19,8 +19,9 @@ from ..explain import draw, erf, inner
 from ..models.checkpoints import open_weights
 from ..models.registry import family_module, kernel_backend
 from .classifier import Classifier, load_classifier, subsample
-from .explain import find_snapshots, measure_field, run_probe
+from .explain import find_snapshots, measure_field
 from .params import VisualizeParams
+from .probe import run_probe
 
 PROFILE_STEP_PX = 16  # between the radii whose shares are recorded
 INK = 0.5  # mean brightness, as a share of the full one, from which on a patch of a digit counts as ink
@@ -68,7 +69,7 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     metrics["reconstruction_loss"] = {state.replace(" ", "_"): _summarise_losses(found) for state, found in losses.items()}
     metrics["receptive_fields"], modules = _compare_fields(params, paths, tree, device, folder)
     measured = subsample(tree, params.probe_images, params.seed)
-    metrics["probes"] = {name: run_probe(classifier, measured, name, runtime.workers)[0] for name in ("steps=1", *params.probes)}
+    metrics["probes"] = {name: run_probe(classifier, measured, name, runtime.workers) for name in ("steps=1", *params.probes)}
     identity = make_identity(
         paths.root,
         [__name__, family_module(classifier.checkpoint.model), *modules],

@@ -18,6 +18,7 @@ from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.changes import CHANGES, describe_changes, describe_vittt
 from repro.papers.kv_binding.forms import describe_backbones, describe_forms, describe_limits
 from repro.papers.kv_binding.learners import LEARNERS, describe_learners
+from repro.papers.kv_binding.probes import describe_probes
 from repro.papers.kv_binding.recipe import describe_recipe
 from repro.papers.kv_binding.residuals import describe_division
 from repro.papers.kv_binding.variants import ORDERS, ROWS, VARIANTS, find_family
@@ -287,6 +288,7 @@ def test_without_records_the_page_says_what_would_make_them(checkout):
         assert "`repro ablate --paper kv_binding --all --data digits --seeds 5`" in render_blocks(describe(report), "")
     for describe in (describe_forms, describe_backbones, describe_limits, describe_learners):
         assert "`repro forms`" in render_blocks(describe(report), "")
+    assert "`repro explain --probe steps=4 --weights WEIGHTS`" in render_blocks(describe_probes(report), "")
     assert "| 256 | 100 % | < 1e-6 |" in render_blocks(describe_division(report), "")
 
 
@@ -352,6 +354,26 @@ def test_the_table_says_yes_where_the_code_has_a_parallel_form(name):
     *_, reducible, _, learner = LEARNERS[name]
     loop = fast_weights.FastLoop(**fast_weights.LADDER[learner.removeprefix("lact_")])
     assert reducible.startswith("no" if loop.obstacle else "yes")
+
+
+def test_probes_are_set_against_the_papers_first_figure(checkout):
+    """Of two models one has a lower inner loss and a worse score, the other a lower loss and a better score."""
+    numbers = {"top1_percent": 90.0, "held_out_images": 359, "inner_loss_before": 0.0, "inner_loss_after": -1.0}
+    for name, top1 in (("lact_nano_patch4_32", 60.0), ("ladder_vit3_nano_patch4_32", 91.0)):
+        probed = {**numbers, "top1_percent": top1, "inner_loss_after": -2.0}
+        about = {
+            "model": name,
+            "data": "digits",
+            "split": "test",
+            "probe": "steps=4",
+            "options": {},
+            "unchanged": numbers,
+            "probed": probed,
+        }
+        checkout.record(f"measured/cpu/probes/{name}", about, name="steps4")
+    page = render_blocks(describe_probes(judge(checkout)), "")
+    assert "| `lact_nano_patch4_32` | digits, 359 of test | steps=4 | 90.00 % | 60.00 % | -1 | -2 |" in page
+    assert "lower the inner loss in 2 of 2 rows, make the score worse in 1, and both in 1." in page
 
 
 def test_the_page_is_written_from_it(checkout):

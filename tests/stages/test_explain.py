@@ -184,6 +184,25 @@ def test_a_probe_prints_both_accuracies(weights, repro_cli):
     assert "359 test images" in out and "(+0.00)" in out and "Liu et al. report: more inner steps" in out
 
 
+@pytest.mark.parametrize("name", ["ladder_vit3_nano_patch4_32", "lact_nano_patch4_32"])
+def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
+    file = Path("results/measured/made_up/weights.safetensors")
+    write(file, name, 0, depth=1, img_size=32)
+    code, out, err = repro_cli("explain", "--probe", "steps=2", "--weights", str(file))
+    assert (code, err) == (0, "") and "359 test images" in out and "inner loss before and after its steps, with steps=2" in out
+    (record,) = Path("results/measured").glob(f"*/probes/{name}_digits_*/steps2.json")
+    metrics = json.loads(record.read_text())["metrics"]
+    assert (metrics["model"], metrics["data"], metrics["split"], metrics["probe"], metrics["options"]) == (
+        name,
+        "digits",
+        "test",
+        "steps=2",
+        {},
+    )
+    assert metrics["probed"]["inner_loss_after"] < metrics["unchanged"]["inner_loss_after"] < metrics["unchanged"]["inner_loss_before"]
+    assert metrics["probed"]["inner_loss_before"] == pytest.approx(metrics["unchanged"]["inner_loss_before"])
+
+
 def test_what_visualize_leaves(weights, repro_cli):
     Path("params.yaml").write_text(Path("params.yaml").read_text() + VISUALIZE)
     code, out, err = repro_cli("visualize")

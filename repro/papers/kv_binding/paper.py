@@ -7,6 +7,7 @@ from . import formulas
 from .changes import changes_section, describe_changes, describe_vittt
 from .forms import PICTURE, describe_backbones, describe_forms, describe_limits, draw_forms, find_forms, forms_section
 from .learners import describe_learners
+from .probes import describe_probes, probes_section
 from .residuals import describe_division, describe_residuals, residuals_section
 from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
 
@@ -64,7 +65,7 @@ PAPER = Paper(
     ),
     drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
     pictures=(f"figures/{PICTURE}",),
-    sections=(residuals_section, forms_section, changes_section),
+    sections=(residuals_section, forms_section, changes_section, probes_section),
     passages={
         "docs/inner_loops.md": {
             "learners": describe_learners,
@@ -74,6 +75,7 @@ PAPER = Paper(
             "forms": describe_forms,
             "backbones": describe_backbones,
             "changes": describe_changes,
+            "probes": describe_probes,
             "vittt": describe_vittt,
         }
     },
