@@ -74,10 +74,16 @@ measure-cpu: setup
 	for student in linear swiglu dwc_qk nat5; do \
 		$(REPRO) explain --map attention --data digits --teacher results/baselines/t5_softmax_nano_digits/weights.safetensors \
 			--weights "$$(ls results/measured/*/ablate/linearize/digits/$$student/weights.safetensors | head -n 1)" -o .runs/attention.png; done
+	for data in digits connect; do \
+		$(REPRO) ablate --paper kv_binding --all --data $$data --seeds 5 --jobs $(JOBS) --no-speed; done
+	for variant in vit3_own lact_own vittt_own; do for probe in steps=2 steps=4 ascent q_is_k; do for data in digits connect; do \
+		$(REPRO) explain --probe $$probe --data $$data \
+			--weights "$$(ls results/measured/*/ablate/kv_binding/$$data/$$variant/weights.safetensors | head -n 1)"; done; done; done
 	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
 	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
 		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3
 	$(REPRO) ablate --all --data digits --seeds 7
+	$(REPRO) forms
 	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
 	TRITON_INTERPRET=1 $(REPRO) kernels check
 	$(REPRO) kernels resources

@@ -92,7 +92,7 @@ def _figure(figure: Figure, report: Report) -> list[Block]:
     drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures if each.files}
     files = drawn.get(figure.place, [])
     if figure.files is None:
-        state = "It is a diagram of the method, which has nothing to measure."
+        state = figure.absent or "It is a diagram of the method, which has nothing to measure."
     elif files:
         state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
     elif drawn.get(figure.shared_with):

@@ -18,6 +18,7 @@ class Figure:
     place: str  # e.g. `Fig. 7a`
     shows: str  # what the paper shows there
     files: str | None = None  # pattern of our pictures, relative to results/; None for a diagram, which no measurement draws
+    absent: str = ""  # why there are none of a figure that is no diagram, in a sentence
     command: str = ""  # what draws them
     shared_with: str | None = None  # the figure whose pictures show this one too
 

@@ -15,7 +15,7 @@ from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.papers.grid import load_grid, vary_recipe
 from repro.papers.kv_binding import formulas
-from repro.papers.kv_binding.changes import CHANGES, describe_changes, describe_vittt
+from repro.papers.kv_binding.changes import CHANGES, describe_changes, describe_choice, describe_vittt
 from repro.papers.kv_binding.forms import describe_backbones, describe_forms, describe_limits
 from repro.papers.kv_binding.learners import LEARNERS, describe_learners
 from repro.papers.kv_binding.probes import describe_probes
@@ -282,9 +282,51 @@ def test_a_change_is_said_with_its_interval(checkout):
     assert "ViT³" not in render_blocks(describe_vittt(judge(checkout)), "")
 
 
+@pytest.mark.parametrize(
+    ("gaps", "milliseconds", "end"),
+    [
+        (
+            {"plain": -10.0, "dot": -10.0},
+            {"plain": 50.0, "dot": 200.0},
+            "the unchanged learner is the one to take: plain is faster but worse; dot is slower and worse.",
+        ),
+        (
+            {"plain": 0.0, "dot": -10.0},
+            {"plain": 50.0, "dot": 50.0},
+            "`plain` is the one to try first: faster, and not separated from the unchanged learner.",
+        ),
+        (
+            {"plain": 0.0, "dot": 0.0},
+            {"plain": 150.0, "dot": 50.0},
+            "`dot` is the one to try first: faster, and not separated from the unchanged learner.",
+        ),
+        ({"plain": 0.0, "dot": -10.0}, {"plain": 150.0, "dot": 150.0}, "plain is slower and not separated; dot is slower and worse."),
+    ],
+)
+def test_the_choice_follows_from_accuracy_and_time(checkout, gaps, milliseconds, end):
+    own, noise = (90.0, 91.0, 92.0, 90.5, 91.5), (0.1, -0.1, 0.1, -0.1, 0.0)
+    scores = {"vittt_own": own}
+    for step, gap in gaps.items():
+        scores[f"vittt_{step}"] = tuple(value + gap + change for value, change in zip(own, noise, strict=True))
+    train(checkout, scores, "ladder_vittt_nano_patch16_144")
+    record = forms()
+    (row,) = record["backbones"]
+    times = {("own", "torch"): 100.0, **{(step, "parallel"): ms for step, ms in milliseconds.items()}}
+    times |= {(step, "recurrent"): 2 * ms for step, ms in milliseconds.items()}
+    of_step = {"own": {}, "plain": {"step": "plain"}, "dot": {"step": "dot"}}
+    record["backbones"] = [
+        {**row, "options": of_step[step], "backend": form, "latency_ms": ms, "image_size": [side, side]}
+        for (step, form), ms in times.items()
+        for side in (1280, 224)
+    ]
+    checkout.record("measured/cpu", record, name="forms")
+    page = render_blocks(describe_choice(judge(checkout)), "")
+    assert page.rstrip().endswith(end) and f"takes {milliseconds['plain'] / 100:.2f} of the time" in page and "At 1280²" in page
+
+
 def test_without_records_the_page_says_what_would_make_them(checkout):
     report = judge(checkout)
-    for describe in (describe_changes, describe_vittt):
+    for describe in (describe_changes, describe_vittt, describe_choice):
         assert "`repro ablate --paper kv_binding --all --data digits --seeds 5`" in render_blocks(describe(report), "")
     for describe in (describe_forms, describe_backbones, describe_limits, describe_learners):
         assert "`repro forms`" in render_blocks(describe(report), "")

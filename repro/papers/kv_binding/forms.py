@@ -88,6 +88,19 @@ def describe_backbones(report: Report) -> list[Block]:
     return blocks
 
 
+def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    """(learner, form) of Vittt-T -> its measured rows of the first device, the smallest image first; none where the unchanged one has none."""
+    for source in find_forms(report):
+        found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for row in sorted(source.metrics["backbones"], key=lambda row: row["image_size"]):
+            if row["latency_ms"] is not None:
+                key = row["options"].get("step", "own"), row["backend"]
+                found.setdefault(("own", "auto") if key[0] == "own" else key, []).append(row)
+        if ("own", "auto") in found:
+            return found
+    return {}
+
+
 def describe_limits(report: Report) -> list[Block]:
     """What bounds the batched products of the parallel form, by counting, and why there is no kernel of our own for them."""
     rows = [row for source in find_forms(report) for row in source.metrics["rows"]]
