@@ -39,7 +39,7 @@ def test_every_question_is_about_the_papers_own_model():
 
 def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
     assert list(load_papers()) == ["vision_ttt", "kv_binding", "linearize", "vit3"]
-    assert find_rooms() == [f"repro.papers.{room}.paper" for room in ("linearize", "vision_ttt", "vit3")]
+    assert find_rooms() == [f"repro.papers.{room}.paper" for room in ("kv_binding", "linearize", "vision_ttt", "vit3")]
     heavy = "{'torch', 'timm', 'pandas', 'matplotlib', 'scipy', 'numpy'}"
     code = f"import sys; from repro.papers import load_papers; load_papers(); assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -73,7 +73,12 @@ def committed(paper) -> tuple[str, str]:
 def test_the_ledgers_rows_are_those_of_claims_json(checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
     elements = Elements(page(checkout))
-    files = {"": "claims", "linearize-": "papers/linearize.claims", "vit3-": "papers/vit3.claims"}
+    files = {
+        "": "claims",
+        "kv_binding-": "papers/kv_binding.claims",
+        "linearize-": "papers/linearize.claims",
+        "vit3-": "papers/vit3.claims",
+    }
     claims = {prefix: checkout.json(f"results/{file}.json") for prefix, file in files.items()}
     entries = [(f"{prefix}entry-{entry['id']}", entry) for prefix, of_paper in claims.items() for entry in of_paper["entries"]]
     rows = [attributes for tag, attributes, _ in elements.found if tag == "tr" and "data-status" in attributes]
