@@ -21,7 +21,7 @@ def command(
     image_size: Annotated[int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")] = None,
     verify: Annotated[bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")] = True,
 ) -> None:
-    """Write a trained classifier for timm, ONNX runtimes, or torch.export."""
+    """Write a classifier for timm, ONNX or torch.export."""
     from repro.inference.export import export
 
     export(weights, format, output, image_size, verify)

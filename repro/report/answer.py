@@ -152,9 +152,10 @@ def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
             ours = ", ".join(f"{m['model'].partition('_patch')[0]} {format_scores(m, {key: ''}, 1)}" for m in ranked)
         if reference := first.get("without_learning"):
             ours += f"; without learning: {format_scores(reference, labels, 1)}"
-        lengths = " or ".join(dict.fromkeys(f"{source.metrics['epochs']} epochs" for source in sources))
+        shortest, longest = min(lengths := [source.metrics["epochs"] for source in sources]), max(lengths)
+        length = f"{longest} epochs" if shortest == longest else f"{shortest} to {longest} epochs"
         images = f"{first['held_out_images']:.0f} held-out images"
-        scope = f"{describe_origin(sources, report.named)}; {images}, {lengths}, {describe_seeds(sources)}"
+        scope = f"{describe_origin(sources, report.named)}; {images}, {length}, {describe_seeds(sources)}"
         scope += "" if most_scores else "; compared with no number of the paper"
         facts.append((f"{labels[key]} on embedded {data}", ours, scope))
     return facts
