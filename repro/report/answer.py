@@ -113,7 +113,9 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     """How many of a question's verdicts match, after the numbers that it shows."""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
-    origin = describe_origin(sources, report.named) if sources else next((verdict.reason for verdict in own if verdict.reason), "–")
+    computed = "computed from the equations" if any(verdict.ours is not None for verdict in own) else "–"
+    reason = next((verdict.reason for verdict in own if verdict.reason and verdict.ours is None), "–") if computed == "–" else computed
+    origin = describe_origin(sources, report.named) if sources else reason
     words = [verdict.status for verdict in own]
     matched, truncated = (words.count(status.word) for status in (MATCHED, TRUNCATED))
     text = f"{matched + truncated} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
