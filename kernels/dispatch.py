@@ -3,7 +3,12 @@
 import contextlib
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +36,8 @@ def check_backend(backend: str) -> None:
 def choose_backend(backend: str, device: torch.device | str, leading: str, load_triton: LoadTriton, *sizes: Any) -> str:
     """The backend that will run for a request: `triton`, `torch` or `reference`.
 
-    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes, else `torch`.
+    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes, else `torch`; where a machine with a
+    GPU lacks the compiler that Triton needs, a warning says so once.
 
     Args:
         backend: the request.
@@ -48,7 +54,7 @@ def choose_backend(backend: str, device: torch.device | str, leading: str, load_
     if backend == "auto" and device.type != "cuda":
         return "torch"
     if backend in ("auto", "triton"):
-        obstacle = triton_obstacle(device, leading, load_triton, sizes)
+        obstacle = package_obstacle(device) or triton_obstacle(device, leading, load_triton, sizes)
         if obstacle and backend == "triton":
             raise ValueError(f"backend 'triton': {obstacle}; use auto, torch or reference")
         return "torch" if obstacle else "triton"
@@ -56,10 +62,36 @@ def choose_backend(backend: str, device: torch.device | str, leading: str, load_
 
 
 @functools.cache
-def triton_obstacle(device: torch.device, leading: str, load_triton: LoadTriton, sizes: tuple) -> str | None:
-    """What keeps an operator's Triton kernels from running on a device at these sizes, or None; see `choose_backend`."""
+def package_obstacle(device: torch.device) -> str | None:
+    """What keeps Triton from working on this machine at all, or None. Where it is the compiler for a GPU that is there, a warning says it."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if find_gpu(device) is None or (obstacle := compiler_obstacle()) is None:
+        return None
+    warnings.warn(f"Triton cannot run, and the slower backend torch runs instead: {obstacle}", stacklevel=2)
+    return obstacle
+
+
+def find_compiler() -> str | None:
+    """The C compiler that Triton and torch.compile take: $CC, else gcc, else clang."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def compiler_obstacle() -> str | None:
+    """What keeps Triton from building the launcher of a kernel, for which it needs a C compiler and Python.h, with the fix; or None."""
+    chosen = find_compiler()
+    if chosen is None:
+        return "there is no C compiler, neither $CC nor gcc nor clang: install gcc, or set CC"
+    if shutil.which(chosen) is None:
+        return f"$CC is {chosen}, which does not exist: install gcc, or set CC"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return f"the C compiler {chosen} finds no Python.h: install python3-dev or python3-devel"
+    return None
+
+
+@functools.cache
+def triton_obstacle(device: torch.device, leading: str, load_triton: LoadTriton, sizes: tuple) -> str | None:
+    """What keeps an operator's Triton kernels from running on a device at these sizes, or None; see `choose_backend`."""
     triton_fwd, _ = load_triton()
     if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
         return f"{leading} is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"

@@ -1,8 +1,8 @@
-"""What the operators' Triton files share: which dtypes run, and how a kernel is launched and tuned."""
+"""What the operators' Triton files share: which dtypes run, and how a kernel is launched, tuned, or only compiled."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import triton
@@ -12,6 +12,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 TUNING_KEYS = "bucket", "D", "CHUNK", "M", "C", "L", "P", "KEEP"
 
 Candidates = Callable[..., list[triton.Config]]
+_compiles_only = False  # see `compiling_only`
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
@@ -37,17 +38,50 @@ def launch(
     device: torch.device,
     config: triton.Config | None,
 ) -> None:
-    """Run `kernel` with `config`; without one, tune it, or take the first candidate where torch is to be deterministic.
+    """Run `kernel` with `config`; without one, tune it, or take the first candidate where nothing can be tried.
 
+    That is where torch is to be deterministic, and while a CUDA graph is captured: tuning synchronises, which would end the capture.
     `candidates` gives the configs for `sizes`.
     """
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled():
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        tries = config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled() and not is_capturing(device)
+        if _compiles_only:
+            for each in candidates(*sizes) if tries else [config or candidates(*sizes)[0]]:
+                kernel.warmup(**arguments, **each.kwargs, **_compiler_options(each), grid=(1,))
+            return
+        if tries:
+            if "bucket" in arguments:
+                multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+                arguments = arguments | {"bucket": device_bucket(arguments["bucket"], multiprocessors)}
             tuned(kernel, candidates, *sizes)[grid](**arguments)
             return
         config = config or candidates(*sizes)[0]
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
-        kernel[grid](**arguments, **config.kwargs, **options)
+        kernel[grid](**arguments, **config.kwargs, **_compiler_options(config))
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """A context in which this process compiles kernels where it would launch them: outputs hold whatever the memory held."""
+    global _compiles_only
+    before, _compiles_only = _compiles_only, True
+    try:
+        yield
+    finally:
+        _compiles_only = before
+
+
+def _compiler_options(config: triton.Config) -> dict[str, int | None]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def device_bucket(bucket: int, multiprocessors: int) -> int:
+    """A tuning key's bucket for GPUs with so many multiprocessors: two GPUs of one architecture do not share a choice, in memory or on disk."""
+    return (multiprocessors << 16) + bucket
 
 
 @functools.cache

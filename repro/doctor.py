@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sysconfig
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,22 +50,13 @@ def examine(paths: Paths) -> dict[str, list[Line]]:
 
 
 def check_machine(gpus: list[str]) -> Iterator[Line]:
-    """Python, the system, the GPUs that nvidia-smi names, and the compiler that Triton and torch.compile need."""
+    """Python, the system, and the GPUs that nvidia-smi names."""
     yield "ok", "Python", platform.python_version()
     yield "ok", "OS", f"{platform.platform()}; {cpu_name()}, {os.cpu_count()} cores"
     for gpu in gpus:
         yield "ok", "GPU, driver", gpu
     if not gpus:
         yield "note", "GPU, driver", "nvidia-smi names no NVIDIA GPU; everything runs on the CPU"
-    chosen = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # the order in which Triton looks
-    missing = "error" if gpus else "note"
-    if chosen is None or shutil.which(chosen) is None:
-        found = f"$CC is {chosen}, which does not exist" if chosen else "none: neither $CC nor gcc nor clang"
-        yield missing, "C compiler", f"{found}; Triton on CUDA and torch.compile need one: install gcc, or set CC"
-    elif not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        yield missing, "C compiler", f"{chosen}, but no Python.h, which Triton needs: install python3-dev or python3-devel"
-    else:
-        yield "ok", "C compiler", chosen
 
 
 def check_floors(project: Path) -> Iterator[Line]:
@@ -146,11 +136,12 @@ def check_names(paths: Paths) -> Iterator[Line]:
 
 
 def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
-    """torch, torchvision, the device of the stages, and which backend of TTT-Linear runs on each device."""
+    """torch, the compiler that Triton and torch.compile need, torchvision, the device of the stages, and which backend of TTT-Linear runs on each device."""
     try:
         import torch
 
         from kernels import selected_backend
+        from kernels.dispatch import compiler_obstacle, find_compiler
     except Exception as error:  # a broken installation fails in many ways
         yield "error", "torch and kernels", f"cannot be imported ({_first_line(error)}): {INSTALL}"
         return
@@ -160,6 +151,10 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
         fix = "update the driver, and look at CUDA_VISIBLE_DEVICES" if torch.version.cuda else f"install a CUDA build: {INSTALL}"
         mark = "error" if runtime.device == "cuda" else "warning"
         yield mark, "torch", f"sees no CUDA device (runtime.device: {runtime.device}): {fix}"
+    if obstacle := compiler_obstacle():
+        yield "error" if gpus else "note", "C compiler", f"Triton on CUDA and torch.compile need one: {obstacle}"
+    else:
+        yield "ok", "C compiler", str(find_compiler())
     try:
         if installed_version("torchvision"):
             importlib.import_module("torchvision")

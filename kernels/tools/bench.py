@@ -8,7 +8,8 @@ microseconds that Python needs for a launch shows that time instead: at T = 196 
 not here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,23 +21,46 @@ from .check import failure
 from .resources import describe
 
 OURS = ("copy", "triton", "torch")
+# of `planned`: the sizes, the passes, and the name of the implementation
+Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 
 
-def rows(cases: Cases, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each shape, implementation and pass of an operator, as it is measured.
+def planned(cases: Cases, compared: bool = False) -> list[Step]:
+    """What is timed of an operator, in order; with `compared` only at the shape that its goals are about."""
+    shapes = [cases.COMPARED] if compared else cases.shapes()
+    return [
+        (sizes, passes, name) for sizes in shapes for passes in (FORWARD, BOTH_PASSES) for name in ("copy", *cases.implementations(sizes))
+    ]
+
+
+def step_key(cases: Cases, sizes: Sizes, passes: str, name: str) -> str:
+    """What tells a step from the others of its operator."""
+    return row_key(cases, {"implementation": name, "passes": passes, **vars(sizes)})
+
+
+def row_key(cases: Cases, row: Mapping[str, Any]) -> str:
+    """The `step_key` of the step that made a row, also of a row that was read from a file."""
+    return json.dumps([row[name] for name in ("implementation", "passes", *vars(cases.COMPARED))])
+
+
+def rows(cases: Cases, device: torch.device, steps: Iterable[Step], before: Iterable[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+    """A row for each of these steps of an operator, as it is measured. `before`: rows measured earlier, whose copies serve as well.
 
     A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes, gflop,
     gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes, whatever the implementation
     moves and does. The share is the time of a device copy of these bytes over the row's. The peak is that above the inputs.
     `status` is `ok`; or `oom`, `failed` or, for a package that is not installed, `unavailable`, with null numbers and the reason.
     """
-    for sizes in cases.shapes():
-        for passes in (FORWARD, BOTH_PASSES):
-            copied = _measured(cases, "copy", sizes, passes, device, None, lambda: copy_step(sizes, passes, device))
-            yield copied
-            for name, make in cases.implementations(sizes).items():
-                yield _measured(cases, name, sizes, passes, device, copied["median_ms"], lambda: op_step(make, passes, device))
+    copies = {row_key(cases, row): row["median_ms"] for row in before if row["implementation"] == "copy"}
+    for sizes, passes, name in steps:
+        if name == "copy":
+            row = _measured(cases, name, sizes, passes, device, None, lambda: copy_step(sizes, passes, device))
+            copies[row_key(cases, row)] = row["median_ms"]
+        else:
+            make, copied = cases.implementations(sizes)[name], copies.get(step_key(cases, sizes, passes, "copy"))
+            row = _measured(cases, name, sizes, passes, device, copied, lambda: op_step(make, passes, device))
+        yield row
 
 
 def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], Any]:

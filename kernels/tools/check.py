@@ -7,6 +7,7 @@ in its `cases.Cases`.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -169,12 +170,17 @@ def failure(error: Exception) -> dict[str, str]:
     return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
-def rows(cases: Cases, device: Any) -> Iterator[dict[str, Any]]:
-    """Every check of an operator that this device can run, one row each, as it is done.
+def count(cases: Cases, device: Any) -> int:
+    """The number of `rows`."""
+    return sum(1 for _ in _plan(cases, device))
+
+
+def rows(cases: Cases, device: Any, skip: int = 0) -> Iterator[dict[str, Any]]:
+    """Every check of an operator that this device can run, one row each, as it is done; without the first `skip`.
 
     A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
     """
-    for what, check, arguments, options in _plan(cases, device):
+    for what, check, arguments, options in itertools.islice(_plan(cases, device), skip, None):
         try:
             yield check(*arguments, **options)
         except Exception as error:  # a check that breaks must neither hide the others nor lose the record

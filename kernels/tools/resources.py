@@ -7,6 +7,7 @@ since the interpreter compiles nothing.
 import ast
 import dataclasses
 import hashlib
+import itertools
 import re
 import subprocess
 import tempfile
@@ -102,15 +103,15 @@ def _nest(node: Any) -> Any:
     return [type(node).__name__, *([name, _nest(value)] for name, value in fields.items())]
 
 
-def rows(cases: Any) -> Iterator[dict[str, Any]]:
-    """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled.
+def rows(cases: Any, skip: int = 0) -> Iterator[dict[str, Any]]:
+    """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled; without the first `skip`.
 
     A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype, target,
     registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are those of a thread, shared
     bytes those of a program. Instructions are counted once each, also in a loop. `loops` has, for each loop in the order of the
     code, its number of instructions and how many of them are barriers and shuffles.
     """
-    for labels, compilation, target in planned(cases):
+    for labels, compilation, target in itertools.islice(planned(cases), skip, None):
         yield {**labels, **compilation.read(target)}
 
 

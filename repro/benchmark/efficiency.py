@@ -1,5 +1,6 @@
 """The records of speed and memory: the fixed grid of the stage `efficiency`, and sweeps by the command line."""
 
+import importlib.util
 import math
 import signal
 import time
@@ -101,7 +102,10 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> None:
     finally:
         if store.rows:
             save(store)
-            _draw_figures(store.rows, folder / "efficiency", label)
+            if importlib.util.find_spec("matplotlib"):
+                _draw_figures(store.rows, folder / "efficiency", label)
+            else:
+                print("no figures: matplotlib is not installed")
     if not store.rows:
         raise RunError("efficiency: nothing was measured")
     print(f"{len(store.rows)} rows in {record.relative_to(paths.root)}")

@@ -212,9 +212,9 @@ def test_a_gpu_that_cannot_be_used(project, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     report = doctor.examine(project)
     assert line(report["machine"], "GPU, driver") == ("ok", "NVIDIA Old, 470.0")
-    mark, text = line(report["machine"], "C compiler")
-    assert mark == "error" and "install gcc, or set CC" in text
     lines = report["PyTorch and TTT-Linear"]
+    mark, text = line(lines, "C compiler")
+    assert mark == "error" and "install gcc, or set CC" in text
     assert [mark for mark, about, text in lines if about == "torch"] == ["ok", "warning"]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

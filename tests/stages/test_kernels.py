@@ -2,16 +2,16 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from repro.benchmark import kernels
 from repro.core.errors import RunError, UserError
-from repro.core.record import replace_block
-from stages import kernels
+from repro.core.paths import find_root
+from repro.core.record import read_json, replace_block
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,10 +69,11 @@ def test_a_failed_check_is_recorded_and_fails(checkout, monkeypatch, capsys):
         {"check": "a peer", **sizes, "passed": None, "reason": "not installed"},
         {"check": "a config", **sizes, "passed": False, **check.failure(ValueError("shared\nmemory"))},
     ]
-    monkeypatch.setattr(check, "rows", lambda cases, device: iter(rows))
+    monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
+    monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
     with pytest.raises(RunError, match="2 of 4 checks failed, see .*kernels_check.json"):
-        kernels.check("ttt_linear")
+        kernels.run_check(find_root(), "ttt_linear")
     (record,) = checkout.glob("results/measured/*/kernels_check.json")
     metrics = json.loads(record.read_text())["metrics"]
     assert (metrics["rows"], metrics["failed"], list(metrics["source_hash"])) == (rows, 2, ["ttt_linear"])
@@ -80,63 +81,102 @@ def test_a_failed_check_is_recorded_and_fails(checkout, monkeypatch, capsys):
     write_record(checkout, metrics, {}, 0.0)  # a null without a reason would be refused
 
 
-def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, capsys):
-    """`resources --op` of the second operator: its row and hash are new, in their place between the others', which are not compiled."""
+@pytest.fixture
+def compiled(monkeypatch):
+    """`resources` with two rows for each operator, made without a compiler; the operators compiled, in order."""
     from kernels.tools import operators, resources
 
-    page, record = checkout / kernels.DOCS, checkout / "results/measured/compile/resources.json"
-    page.parent.mkdir()
-    page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (kernels.RESOURCES_BLOCK, kernels.SPILLS_BLOCK)))
-    compiled = []
+    done = []
 
-    def rows(cases):
-        compiled.append(cases.NAME)
-        numbers = {"registers": len(compiled), "stack_bytes": 0, "shared_bytes": 0, "instructions": {"LDL": 0, "STL": 0, "BAR": 0}}
+    def rows(cases, skip=0):
+        numbers = {"stack_bytes": 0, "shared_bytes": 0, "instructions": {"LDL": 0, "STL": 0, "BAR": 0}}
         labels = {"operator": cases.NAME, "kernel": f"{cases.NAME}_forward", "config": {}, "default": True, "dtype": "bf16"}
-        return iter([{**labels, "target": "sm_90", **numbers, "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}]}])
+        for target in ("sm_80", "sm_90")[skip:]:
+            done.append(cases.NAME)
+            yield {**labels, "target": target, "registers": len(done), **numbers, "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}]}
 
     monkeypatch.setattr(resources, "rows", rows)
-    monkeypatch.setattr(operators, "source_hash", lambda cases: f"{cases.NAME} {len(compiled)}")
+    monkeypatch.setattr(resources, "planned", lambda cases: range(2))
+    monkeypatch.setattr(operators, "source_hash", lambda cases: f"{cases.NAME}'s")
+    return done
+
+
+def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, compiled):
+    """`resources --op` of the second operator: its rows are new, in their place between the others', which are not compiled."""
+    from kernels.tools import operators
+
     names = list(operators.OPERATORS)
     again = names[1]
-    kernels.resources()
-    kernels.resources(again)
-    metrics = json.loads(record.read_text())["metrics"]
-    assert compiled == [*names, again]
-    assert [(row["operator"], row["registers"]) for row in metrics["rows"]] == [
-        (name, len(compiled) if name == again else names.index(name) + 1) for name in names
+    kernels.run_resources(find_root())
+    kernels.run_resources(find_root(), again)
+    metrics = read_json(checkout / "results/measured/compile/resources.json")["metrics"]
+    assert compiled == [name for name in (*names, again) for _ in range(2)]
+    assert [row["operator"] for row in metrics["rows"]] == [name for name in names for _ in range(2)]
+    assert [row["registers"] for row in metrics["rows"]] == [
+        1,
+        2,
+        *range(2 * len(names) + 1, 2 * len(names) + 3),
+        *range(5, 2 * len(names) + 1),
     ]
-    assert metrics["source_hash"] == {name: f"{name} {len(compiled) if name == again else len(names)}" for name in names}
-    assert f"| `{again}` forward | sm_90 | {len(compiled)} |" in page.read_text()
-    assert f"Of the {len(names)} rows, one for each kernel, configuration, dtype and target, 0 spill" in page.read_text()
+    assert metrics["source_hash"] == {name: f"{name}'s" for name in names} and metrics["unfinished"] == []
     monkeypatch.setattr(kernels, "versions", lambda: {"triton": "another"})
     with pytest.raises(UserError, match="made with other versions; run without --op"):
-        kernels.resources(names[-1])
-    capsys.readouterr()
+        kernels.run_resources(find_root(), names[-1])
 
 
-@pytest.mark.parametrize(
-    ("block", "pattern"),
-    [
-        (kernels.BENCH_BLOCK, "*/kernels.json"),
-        (kernels.RESOURCES_BLOCK, "compile/resources.json"),
-        (kernels.SPILLS_BLOCK, "compile/resources.json"),
-    ],
-)
-def test_documented_tables_are_of_committed_records(block, pattern):
-    """docs/gpu.md: each generated block is made of a record under results/measured, or, without one, of nulls."""
-    from kernels.tools import bench, operators, text
+def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(checkout, monkeypatch, compiled):
+    """Ctrl-C in the second operator: its first row and the first operator are kept, and the next call compiles the rest, each once."""
+    from kernels.tools import operators, resources
 
-    found = re.search(rf"<!-- {block} -->\n(.*?)\n<!-- /{block} -->", (ROOT / kernels.DOCS).read_text(), re.S)[1]
-    records = [json.loads(path.read_text()) for path in (ROOT / "results" / "measured").glob(pattern)]
-    if block != kernels.BENCH_BLOCK:
-        describe = text.resources_table if block == kernels.RESOURCES_BLOCK else text.describe_spills
-        tables = [describe(record["metrics"]["rows"]) for record in records]
-    else:
-        nothing = {name: bench.summarise(cases, []) for name, cases in operators.OPERATORS.items()}
-        tables = [text.bench_table(record["metrics"], record["identity"]["device"]) for record in records]
-        tables = tables or [text.bench_table({"rows": [], "summary": nothing}, "not measured yet (`repro kernels bench`, on a GPU)")]
-    assert found in tables
+    names, rows = list(operators.OPERATORS), resources.rows
+
+    def break_off(cases, skip=0):
+        made = rows(cases, skip)
+        yield next(made)
+        if names[1] == cases.NAME:
+            raise KeyboardInterrupt
+        yield from made
+
+    monkeypatch.setattr(resources, "rows", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.run_resources(find_root())
+    record = checkout / "results/measured/compile/resources.json"
+    metrics = read_json(record)["metrics"]
+    assert [row["operator"] for row in metrics["rows"]] == [names[0], names[0], names[1]] and metrics["unfinished"] == [names[1]]
+    monkeypatch.setattr(resources, "rows", rows)
+    kernels.run_resources(find_root())
+    metrics = read_json(record)["metrics"]
+    assert compiled == [name for name in names for _ in range(2)]
+    assert len(metrics["rows"]) == 2 * len(names) and metrics["unfinished"] == []
+    kernels.run_resources(find_root())
+    assert compiled == 2 * [name for name in names for _ in range(2)]
+
+
+def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch):
+    """`--minutes`: after the time not a row is begun; the next call begins with the row that is missing."""
+    from kernels import dispatch
+    from kernels.tools import check
+
+    limit = {"errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 1e-5}, "passed": True}
+    rows = [{"operator": "bi_wkv", "check": f"number {i}", "tokens": 17, "channels": 4, "dtype": "fp32", **limit} for i in range(3)]
+    monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
+    monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
+    left = iter([60, 60, 0])
+    monkeypatch.setattr(kernels, "_left", lambda deadline: next(left))
+    assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is False
+    (record,) = checkout.glob("results/measured/*/kernels_check.json")
+    assert [row["check"] for row in read_json(record)["metrics"]["rows"]] == ["number 0", "number 1"]
+    monkeypatch.setattr(kernels, "_left", lambda deadline: 60)
+    assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True
+    assert read_json(record)["metrics"]["rows"] == rows
+
+
+def test_documented_tables_are_of_committed_records():
+    """docs/gpu.md: each generated block is what the records under results/measured give; `repro report` writes them."""
+    page = (ROOT / kernels.DOCS).read_text()
+    for name, block, text in kernels.make_passages(find_root(ROOT)):
+        assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block
 
 
 def test_a_block_is_replaced_where_its_lines_are(tmp_path):

@@ -1,0 +1,303 @@
+"""The records of the Triton kernels: checks, times, and what the compiler makes of them.
+
+The rows of a record are written as they come, and a call that was cut short is continued by the next one, which keeps the rows of the
+same kernels and versions. Where all rows that are asked for are there, they are made anew.
+"""
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.errors import RunError, UserError, did_you_mean
+from ..core.paths import Paths
+from ..core.record import installed_version, make_identity, read_json, versions, write_record
+from ..core.runtime import device_label, device_slug, gpu_names
+
+Row = dict[str, Any]
+DOCS, BENCH_BLOCK, RESOURCES_BLOCK, SPILLS_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources", "kernels spills"
+NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
+WRITE_EVERY_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelsParams:
+    """What a record answers; everything else is fixed in the code."""
+
+    command: Literal["check", "bench", "resources"]
+
+
+def run_check(paths: Paths, op: str | None = None, minutes: float | None = None) -> bool:
+    """Check the kernels of one operator, or of all; write results/measured/<device>/kernels_check.json. Whether all rows are there.
+
+    metrics: `rows`, see `kernels.tools.check.rows`; `failed`, how many; `source_hash` of each operator; `unfinished`, operators of
+    which rows are missing.
+
+    Raises:
+        UserError: no such operator, or kernels that cannot run here. RunError: a check failed.
+    """
+    chosen = find_operators(op)
+    import torch
+
+    from kernels.tools import ahead, check, operators, text
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        for cases in chosen:
+            cases.op.selected_backend("triton", device)
+    except ValueError as error:
+        raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
+    path, deadline = _check_path(paths, device, operators.INTERPRETED), _deadline(minutes)
+    table = _Table(paths, path, "check", device_label(device), chosen, lambda cases: range(check.count(cases, device)), one=op is not None)
+    if device.type == "cuda":
+        _report_ahead(ahead.compile_ahead([cases for cases in chosen if table.todo[cases.NAME]], _left(deadline)))
+    with table:
+        for cases in chosen:
+            table.fill(cases, check.rows(cases, device, skip=len(table.rows[cases.NAME])), text.format_check, deadline)
+    failed = sum(row["passed"] is False for row in table.chosen_rows())
+    print(f"{len(table.chosen_rows())} checks, {failed} failed{table.describe_missing()}")
+    if failed:
+        raise RunError(f"kernels check: {failed} of {len(table.chosen_rows())} checks failed, see {path}")
+    return table.is_complete()
+
+
+def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None) -> bool:
+    """Check the kernels where no record says that they are right, time them, and write results/measured/<device>/kernels.json.
+
+    metrics: `rows`, see `kernels.tools.bench.rows`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of Appendix B;
+    `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions of other people's kernels.
+    `compared`: only the shapes that the goals are about. Returns whether all rows that were asked for are there.
+
+    Raises:
+        UserError: no such operator, or no GPU. RunError: a check or a row of our own failed.
+    """
+    chosen = find_operators(op)
+    import torch
+
+    from kernels.tools import bench, operators, text
+    from kernels.tools.ttt_linear_cases import memory_reference_over_kernel
+
+    if not torch.cuda.is_available():
+        raise UserError("kernels bench: PyTorch sees no CUDA device; speed is measured on a GPU")
+    if operators.INTERPRETED:
+        raise UserError("kernels bench: TRITON_INTERPRET is set, and the speed of the interpreter means nothing; unset it")
+    device, deadline = torch.device("cuda"), _deadline(minutes)
+    if not _is_checked(_check_path(paths, device, False), chosen) and not run_check(paths, op, _minutes_left(deadline)):
+        return False  # no speed without kernels that are right
+
+    def plan(cases: Any, compared: bool = False) -> list[str]:
+        return [bench.step_key(cases, *step) for step in bench.planned(cases, compared)]
+
+    path = paths.measured(device_slug(device)) / "kernels.json"
+    table = _Table(
+        paths, path, "bench", device_label(device), chosen, plan, lambda cases: plan(cases, compared), bench.row_key, one=op is not None
+    )
+    table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)} | {"driver": gpu_names()}
+    table.extra |= {key: installed_version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
+    table.summarise = lambda rows: {"summary": {name: bench.summarise(cases, rows) for name, cases in operators.OPERATORS.items()}}
+    with table:
+        for cases in chosen:
+            name, kept = cases.NAME, table.rows[cases.NAME]
+            steps = [step for step in bench.planned(cases, compared) if bench.step_key(cases, *step) in table.todo[name]]
+            table.fill(cases, bench.rows(cases, device, steps, kept), text.format_bench, deadline)
+            tuned = {(each["kernel"], *each["key"]): each for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]}
+            table.extra["tuned"] = list(tuned.values())
+            if name == "ttt_linear" and _left(deadline) > 0:
+                table.extra["op"] = memory_reference_over_kernel(device)
+    print(f"{len(table.chosen_rows())} rows{table.describe_missing()}")
+    if failed := [row for row in table.chosen_rows() if row["status"] == "failed" and row["implementation"] in bench.OURS]:
+        raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {text.format_bench(failed[0])}")
+    return table.is_complete()
+
+
+def run_resources(paths: Paths, op: str | None = None) -> None:
+    """Compile every configuration without a GPU and write results/measured/compile/resources.json.
+
+    metrics: `rows`, see `kernels.tools.resources.rows`; `source_hash`, `unfinished`, as in `run_check`.
+
+    Raises:
+        UserError: no such operator, or the interpreter is chosen.
+    """
+    chosen = find_operators(op)
+    from kernels.tools import operators, resources, text
+
+    if operators.INTERPRETED:
+        raise UserError("kernels resources: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
+    path = paths.measured("compile") / "resources.json"
+    plan = lambda cases: range(len(list(resources.planned(cases))))  # noqa: E731
+    with _Table(paths, path, "resources", "none: compiled, not run", chosen, plan, one=op is not None) as table:
+        for cases in chosen:
+            table.fill(cases, resources.rows(cases, skip=len(table.rows[cases.NAME])), text.format_resources)
+
+
+def find_operators(op: str | None) -> list[Any]:
+    """The cases of the operator of that name; of all operators without one."""
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("kernels: the package triton is not installed; PyTorch's CUDA builds bring it (Linux)")
+    from kernels.tools.operators import OPERATORS
+
+    if op is not None and op not in OPERATORS:
+        raise UserError(f"kernels: --op {op}: no such operator{did_you_mean(op, OPERATORS)}")
+    return list(OPERATORS.values()) if op is None else [OPERATORS[op]]
+
+
+def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
+    """(page, marker, text) of docs/gpu.md: the tables of the records under results/measured. None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from kernels.tools import bench, operators, text
+
+    records = [read_json(path) for path in sorted((paths.results / "measured").glob("*/kernels.json"))]
+    tables = [text.bench_table(record["metrics"], record["identity"]["device"]) for record in records]
+    nothing = {"rows": [], "summary": {name: bench.summarise(cases, []) for name, cases in operators.OPERATORS.items()}}
+    passages = [(DOCS, BENCH_BLOCK, "\n\n".join(tables or [text.bench_table(nothing, NOTHING_MEASURED)]))]
+    compiled = paths.measured("compile") / "resources.json"
+    if compiled.is_file():
+        rows = read_json(compiled)["metrics"]["rows"]
+        passages += [(DOCS, RESOURCES_BLOCK, text.resources_table(rows)), (DOCS, SPILLS_BLOCK, text.describe_spills(rows))]
+    return passages
+
+
+class _Table:
+    """The rows of a record while they are made. As a context it writes the record at the end, also where the work is interrupted.
+
+    `rows` has, for each chosen operator, the rows so far, `todo` the keys of those that were asked for and are missing. `before` are the
+    metrics of the record, `extra` further metrics, and `summarise` makes more of them from all rows.
+
+    Args:
+        plan: cases -> the keys of all rows of an operator. A key is the number of a row, or what `key` says.
+        wanted: cases -> those that are asked for; None: all.
+        key: (cases, row) -> its key; None: its number.
+        one: whether a single operator was asked for, so that the rows of the others must be of the same versions.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        path: Path,
+        command: Any,
+        device: str,
+        chosen: Sequence[Any],
+        plan: Callable[[Any], Sequence[Any]],
+        wanted: Callable[[Any], Sequence[Any]] | None = None,
+        key: Callable[[Any, Row], Any] | None = None,
+        *,
+        one: bool,
+    ):
+        from kernels.tools.operators import source_hash
+
+        self.paths, self.path, self.command, self.device = paths, path, command, device
+        self.cases = {cases.NAME: cases for cases in chosen}
+        self.before = self._read(one)
+        hashes = self.before.get("source_hash", {})
+        same = [name for name, cases in self.cases.items() if hashes.get(name) == source_hash(cases)]
+        self.rows = {name: [row for row in self.before.get("rows", []) if row["operator"] == name and name in same] for name in self.cases}
+        asked = {name: set((wanted or plan)(cases)) for name, cases in self.cases.items()}
+        keys = {name: [key(self.cases[name], row) if key else i for i, row in enumerate(rows)] for name, rows in self.rows.items()}
+        if all(asked[name] <= set(keys[name]) for name in self.cases):  # all of it is there: it is made anew
+            self.rows = {name: [row for k, row in zip(keys[name], rows) if k not in asked[name]] for name, rows in self.rows.items()}
+            keys = {name: [k for k in keys[name] if k not in asked[name]] for name in self.cases}
+        self.todo = {name: asked[name] - set(keys[name]) for name in self.cases}
+        self.missing = {name: len(set(plan(cases)) - set(keys[name])) for name, cases in self.cases.items()}
+        self.extra: dict[str, Any] = {}
+        self.summarise: Callable[[list[Row]], dict[str, Any]] = lambda rows: {}
+        self.pending = sum(map(len, self.todo.values()))
+        self.started = self.written = time.monotonic()
+
+    def _read(self, one: bool) -> dict[str, Any]:
+        """The metrics of the record so far; empty where there is none, or where other versions made it and it is made anew as a whole."""
+        record = read_json(self.path) if self.path.exists() else {"metrics": {}, "identity": {"versions": versions()}}
+        if record["identity"]["versions"] == versions():
+            return record["metrics"]
+        if one:
+            raise UserError(f"{self.path}: was made with other versions; run without --op to make all of it again")
+        return {}
+
+    def __enter__(self) -> "_Table":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write()
+        print(f"written: {self.path.relative_to(self.paths.root)}")
+
+    def fill(self, cases: Any, rows: Iterator[Row], format_row: Callable[[Row], str], deadline: float | None = None) -> None:
+        """Add what is missing of an operator until the deadline, each row printed as it comes."""
+        for _ in self.todo[cases.NAME]:
+            if _left(deadline) <= 0:
+                return
+            row = next(rows)
+            self.rows[cases.NAME].append(row)
+            self.missing[cases.NAME] -= 1
+            self.pending -= 1
+            print(format_row(row), flush=True)
+            if time.monotonic() - self.written > WRITE_EVERY_S:
+                self._write()
+
+    def chosen_rows(self) -> list[Row]:
+        """The rows of the chosen operators, those that were kept among them."""
+        return [row for rows in self.rows.values() for row in rows]
+
+    def is_complete(self) -> bool:
+        """Whether every row that was asked for is there."""
+        return not self.pending
+
+    def describe_missing(self) -> str:
+        """What the next call will do, or nothing."""
+        return f"; time is up: the next call continues with the other {self.pending}" if self.pending else ""
+
+    def _write(self) -> None:
+        from kernels.tools.operators import INTERPRETED, merge_rows
+
+        begun = [cases for name, cases in self.cases.items() if self.rows[name]]
+        metrics = merge_rows(self.before, begun, [row for cases in begun for row in self.rows[cases.NAME]])
+        others = [name for name in self.before.get("unfinished", []) if name not in self.cases]
+        metrics["unfinished"] = others + [cases.NAME for cases in begun if self.missing[cases.NAME]]
+        if self.command == "check":
+            metrics["failed"] = sum(row["passed"] is False for row in metrics["rows"])
+        metrics |= self.extra | self.summarise(metrics["rows"])
+        shown = {"device": self.device, "dtype": "bf16" if self.command == "bench" else "each row says"}
+        backend = "triton, interpreted" if INTERPRETED else "triton"
+        identity = make_identity(self.paths.root, ["stages.kernels"], KernelsParams(command=self.command), **shown, backend=backend)
+        write_record(self.path.parent, metrics, identity, time.monotonic() - self.started, name=self.path.stem)
+        self.written = time.monotonic()
+
+
+def _check_path(paths: Paths, device: Any, interpreted: bool) -> Path:
+    return paths.measured(device_slug(device)) / f"kernels_check{'_interpreted' * interpreted}.json"
+
+
+def _is_checked(path: Path, chosen: Iterable[Any]) -> bool:
+    """Whether a record says that all checks of these kernels passed, with the versions that are installed."""
+    from kernels.tools.operators import source_hash
+
+    if not path.is_file():
+        return False
+    record = read_json(path)
+    metrics = record["metrics"]
+    names = {cases.NAME for cases in chosen}
+    same = all(metrics["source_hash"].get(cases.NAME) == source_hash(cases) for cases in chosen)
+    wrong = [row for row in metrics["rows"] if row["operator"] in names and row["passed"] is False]
+    return record["identity"]["versions"] == versions() and same and not wrong and not names & set(metrics.get("unfinished", []))
+
+
+def _report_ahead(outcome: Any) -> None:
+    print(
+        f"compiled ahead: {outcome.done} of {outcome.tasks} calls, by {outcome.processes} processes in {outcome.seconds:.0f} s", flush=True
+    )
+    for problem in outcome.problems[:3]:
+        print(f"could not be compiled ahead: {problem}", flush=True)
+
+
+def _deadline(minutes: float | None) -> float | None:
+    return None if minutes is None else time.monotonic() + 60 * minutes
+
+
+def _left(deadline: float | None) -> float:
+    """Seconds until the deadline; infinite without one."""
+    return float("inf") if deadline is None else deadline - time.monotonic()
+
+
+def _minutes_left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, _left(deadline) / 60)
