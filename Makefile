@@ -1,5 +1,6 @@
 # `make reproduce` and `make test` need nothing but Python and this folder: they set up .venv themselves, once.
-# Variables: PYTHON=python3.12 (which interpreter), ARGS="-k loader" (more arguments for pytest), JOBS=4 (trainings at once).
+# Variables: PYTHON=python3.12 (which interpreter), ARGS="-k loader" (more arguments for pytest), JOBS=4 (trainings at once),
+# MINUTES=9 (for one call of measure-gpu).
 
 VENV := .venv
 # the state of .venv: "installing" while it is being filled, then a checksum of the files that say what belongs in it
@@ -7,15 +8,17 @@ STATE := $(VENV)/.installed
 PYTHON :=
 ARGS :=
 JOBS := 2
+MINUTES :=
 # PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
 NEED_GB := 10
 
-.PHONY: help setup lint test test-browser test-gpu reproduce measure-cpu
+.PHONY: help setup lint test test-browser test-gpu reproduce measure-cpu measure-gpu
 
 help:
 	@echo 'make reproduce      run the whole pipeline; then open results/tables.md'
 	@echo 'make test           run the tests; ARGS="-k loader" selects some of them'
 	@echo 'make measure-cpu    run by hand what takes hours: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
+	@echo 'make measure-gpu    measure a CUDA GPU: kernels, training, every family over the image size; MINUTES=9 stops in time'
 	@echo 'make lint           check the style and the format of the Python code'
 	@echo 'make test-browser   test results/report.html in a real browser, with screenshots in .runs/browser'
 	@echo 'make test-gpu       check the kernels and train every nano model on the CUDA GPUs; without one, all is skipped'
@@ -87,6 +90,11 @@ measure-cpu: setup
 	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
 	TRITON_INTERPRET=1 $(REPRO) kernels check
 	$(REPRO) kernels resources
+
+# Into results/measured/<GPU>; a second call continues. Without this .venv, on a machine that has PyTorch: `python -m repro measure`.
+measure-gpu: setup
+	$(REPRO) measure $(if $(MINUTES),--minutes $(MINUTES))
+	$(REPRO) report
 
 # An installation that was cut short is thrown away: pip believes that a package is installed even if some of its files are missing.
 # A .venv without our state file was made by somebody else: we install into it, and keep it if that fails.

@@ -42,7 +42,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     Raises:
         RunError: `check`, and a page is not what the records give.
     """
-    from repro.benchmark.kernels import make_passages
+    from repro.benchmark import campaign, kernels
     from repro.report.claims import judge_paper
     from repro.report.pages import find_outdated, write_report
     from repro.report.results import Results
@@ -52,7 +52,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     verbs = [verb_of(name) for name in stage_names()]
     named = active_profile(paths, besides=("runtime",))
     judge = partial(judge_paper, speed_dtype=params.speed_dtype, verbs=verbs, profile=named)
-    passages = [("README.md", "verbs", describe_verbs()), *make_passages(paths)]
+    passages = [("README.md", "verbs", describe_verbs()), *campaign.make_passages(paths), *kernels.make_passages(paths)]
     if not check:
         print(write_report(papers, results, judge, passages=passages, with_html=html))
         return

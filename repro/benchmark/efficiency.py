@@ -57,10 +57,10 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     write_record(folder, metrics, identity, time.monotonic() - started)
 
 
-def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> None:
+def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     """Measure the rows of a sweep that are not measured yet, and write efficiency.{json,csv} and efficiency/*.{png,svg}.
 
-    All lie in results/measured/<device>. metrics: `rows`, see `repro.measure.speed.measure` and `RowStore.add`; `left_out`, a list of
+    All lie in results/measured/<device>. Returns whether no row was left out for want of time. metrics: `rows`, see `repro.measure.speed.measure` and `RowStore.add`; `left_out`, a list of
     {image_size, expected_s}; `gates`, see `repro.measure.op_rate.measure_gate`; `compared`, `growth` and `repeated`, see
     `repro.measure.conclude.conclude`.
 
@@ -111,6 +111,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> None:
     print(f"{len(store.rows)} rows in {record.relative_to(paths.root)}")
     for side, seconds in left_out.items():
         print(f"left out: {side}², expected to take {seconds:.0f} s; --minutes gives more time")
+    return not left_out
 
 
 def _open_device(runtime: Runtime) -> tuple[torch.device, str]:

@@ -29,9 +29,10 @@ class KernelsParams:
     command: Literal["check", "bench", "resources"]
 
 
-def run_check(paths: Paths, op: str | None = None, minutes: float | None = None) -> bool:
+def run_check(paths: Paths, op: str | None = None, minutes: float | None = None, *, again: bool = True) -> bool:
     """Check the kernels of one operator, or of all; write results/measured/<device>/kernels_check.json. Whether all rows are there.
 
+    `again`: make a complete record anew.
     metrics: `rows`, see `kernels.tools.check.rows`; `failed`, how many; `source_hash` of each operator; `unfinished`, operators of
     which rows are missing.
 
@@ -50,8 +51,10 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None)
     except ValueError as error:
         raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
     path, deadline = _check_path(paths, device, operators.INTERPRETED), _deadline(minutes)
-    table = _Table(paths, path, "check", device_label(device), chosen, lambda cases: range(check.count(cases, device)), one=op is not None)
-    if device.type == "cuda":
+    table = _Table(
+        paths, path, "check", device_label(device), chosen, lambda cases: range(check.count(cases, device)), one=op is not None, again=again
+    )
+    if device.type == "cuda" and table.pending:
         _report_ahead(ahead.compile_ahead([cases for cases in chosen if table.todo[cases.NAME]], _left(deadline)))
     with table:
         for cases in chosen:
@@ -63,12 +66,12 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None)
     return table.is_complete()
 
 
-def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None) -> bool:
+def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None, again: bool = True) -> bool:
     """Check the kernels where no record says that they are right, time them, and write results/measured/<device>/kernels.json.
 
     metrics: `rows`, see `kernels.tools.bench.rows`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of Appendix B;
     `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions of other people's kernels.
-    `compared`: only the shapes that the goals are about. Returns whether all rows that were asked for are there.
+    `compared`: only the shapes that the goals are about; `again`: make them anew where they are there. Returns whether all rows that were asked for are there.
 
     Raises:
         UserError: no such operator, or no GPU. RunError: a check or a row of our own failed.
@@ -84,7 +87,7 @@ def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, mi
     if operators.INTERPRETED:
         raise UserError("kernels bench: TRITON_INTERPRET is set, and the speed of the interpreter means nothing; unset it")
     device, deadline = torch.device("cuda"), _deadline(minutes)
-    if not _is_checked(_check_path(paths, device, False), chosen) and not run_check(paths, op, _minutes_left(deadline)):
+    if not _is_checked(_check_path(paths, device, False), chosen) and not run_check(paths, op, _minutes_left(deadline), again=False):
         return False  # no speed without kernels that are right
 
     def plan(cases: Any, compared: bool = False) -> list[str]:
@@ -92,7 +95,16 @@ def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, mi
 
     path = paths.measured(device_slug(device)) / "kernels.json"
     table = _Table(
-        paths, path, "bench", device_label(device), chosen, plan, lambda cases: plan(cases, compared), bench.row_key, one=op is not None
+        paths,
+        path,
+        "bench",
+        device_label(device),
+        chosen,
+        plan,
+        lambda cases: plan(cases, compared),
+        bench.row_key,
+        one=op is not None,
+        again=again,
     )
     table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)} | {"driver": gpu_names()}
     table.extra |= {key: installed_version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
@@ -104,7 +116,7 @@ def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, mi
             table.fill(cases, bench.rows(cases, device, steps, kept), text.format_bench, deadline)
             tuned = {(each["kernel"], *each["key"]): each for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]}
             table.extra["tuned"] = list(tuned.values())
-            if name == "ttt_linear" and _left(deadline) > 0:
+            if name == "ttt_linear" and steps and _left(deadline) > 0:
                 table.extra["op"] = memory_reference_over_kernel(device)
     print(f"{len(table.chosen_rows())} rows{table.describe_missing()}")
     if failed := [row for row in table.chosen_rows() if row["status"] == "failed" and row["implementation"] in bench.OURS]:
@@ -171,6 +183,7 @@ class _Table:
         wanted: cases -> those that are asked for; None: all.
         key: (cases, row) -> its key; None: its number.
         one: whether a single operator was asked for, so that the rows of the others must be of the same versions.
+        again: make all anew where all that was asked for is there.
     """
 
     def __init__(
@@ -185,6 +198,7 @@ class _Table:
         key: Callable[[Any, Row], Any] | None = None,
         *,
         one: bool,
+        again: bool = True,
     ):
         from kernels.tools.operators import source_hash
 
@@ -196,7 +210,7 @@ class _Table:
         self.rows = {name: [row for row in self.before.get("rows", []) if row["operator"] == name and name in same] for name in self.cases}
         asked = {name: set((wanted or plan)(cases)) for name, cases in self.cases.items()}
         keys = {name: [key(self.cases[name], row) if key else i for i, row in enumerate(rows)] for name, rows in self.rows.items()}
-        if all(asked[name] <= set(keys[name]) for name in self.cases):  # all of it is there: it is made anew
+        if again and all(asked[name] <= set(keys[name]) for name in self.cases):
             self.rows = {name: [row for k, row in zip(keys[name], rows) if k not in asked[name]] for name, rows in self.rows.items()}
             keys = {name: [k for k in keys[name] if k not in asked[name]] for name in self.cases}
         self.todo = {name: asked[name] - set(keys[name]) for name in self.cases}
