@@ -50,7 +50,7 @@ def launch(
                 kernel.warmup(**arguments, **each.kwargs, **_compiler_options(each), grid=(1,))
             return
         if tries:
-            if "bucket" in arguments:
+            if "bucket" in arguments and device.type == "cuda":
                 multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
                 arguments = arguments | {"bucket": device_bucket(arguments["bucket"], multiprocessors)}
             tuned(kernel, candidates, *sizes)[grid](**arguments)

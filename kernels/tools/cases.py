@@ -77,7 +77,7 @@ class Cases(abc.ABC):
     AT: str
     PEER: str | None = None  # what `bench.summarise` calls other people's kernels
     DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key in the record -> package that has them
-    KERNELS: Mapping[str, tuple[ModuleType, Any, Mapping[str, Any]]]  # name -> module with its `configs`, kernel, constants of its own
+    KERNELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]]  # name -> what has its `configs`, the kernel, constants of its own
     OPERANDS: tuple[str, ...]  # this and TYPES: see `resources.Compilation`
     TYPES: Mapping[str, str] = dataclasses.field(default_factory=dict)
     COMPILED: Sequence[Mapping[str, Any]] = ({},)  # the options of `compile_time` that `resources` compiles
@@ -141,8 +141,8 @@ class Cases(abc.ABC):
     def tuners(self) -> list[tuple[Any, Any]]:
         """Each kernel that is tuned, with its tuner in bf16."""
         sizes = self.compile_time(torch.bfloat16)[2]
-        modules = {kernel: module for module, kernel, _ in self.KERNELS.values()}
-        return [(kernel, tuned(kernel, module.configs, *sizes)) for kernel, module in modules.items() if len(module.configs(*sizes)) > 1]
+        found = dict.fromkeys((kernel, module.configs) for module, kernel, _ in self.KERNELS.values())
+        return [(kernel, tuned(kernel, candidates, *sizes)) for kernel, candidates in found if len(candidates(*sizes)) > 1]
 
     def implementations(self, sizes: Any) -> dict[str, Maker]:
         """What is timed, by name: our function on two backends, and other people's kernels."""

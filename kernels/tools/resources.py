@@ -60,8 +60,10 @@ def compiler_options(config: triton.Config) -> dict[str, int]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def describe(config: triton.Config) -> dict[str, int]:
-    """A config as results have it: its constants and `compiler_options`."""
+def describe(config: Any) -> dict[str, Any]:
+    """A config as results have it: its constants and `compiler_options`; of a tuple of them, those of each by name."""
+    if isinstance(config, tuple):
+        return {name: describe(each) for name, each in config._asdict().items()}
     return {**config.kwargs, **compiler_options(config)}
 
 

@@ -8,9 +8,11 @@ equivalent: one call with the two directions as further heads, without the flips
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ..ttt_linear import op, triton_bwd, triton_fwd, ttt_linear, ttt_linear_bidir
@@ -102,6 +104,13 @@ class TTTLinearCases(cases.Cases):
     def compile_time(self, dtype: torch.dtype, chunk_size: int = 16, width: int = 64) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         return {"chunk_size": chunk_size}, triton_fwd.constants(width, chunk_size), (dtype, chunk_size, width)
 
+    def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[Any]]:
+        """Of the backward pass also the pairs of configs of its two launches."""
+        forward, backward = super().configs(dtype)
+        sizes = self.compile_time(dtype)[2]
+        pairs = zip(triton_bwd.replay_configs(*sizes), triton_bwd.back_configs(*sizes), strict=True)
+        return forward, [*backward, *(triton_bwd.TwoPasses(*pair) for pair in pairs)]
+
     def peers(self, sizes: Sizes) -> dict[str, Maker]:
         """flash-linear-attention's two."""
 
@@ -160,7 +169,17 @@ CASES = TTTLinearCases(
     KERNELS={
         "ttt_linear_forward": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False}),
         "ttt_linear_forward_keeping_states": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": True}),
-        "ttt_linear_backward": (triton_bwd, triton_bwd.backward_kernel, {}),
+        "ttt_linear_backward_replay": (
+            SimpleNamespace(configs=triton_bwd.replay_configs),
+            triton_bwd.backward_kernel,
+            {"PASS": triton_bwd.REPLAY.value},
+        ),
+        "ttt_linear_backward_back": (
+            SimpleNamespace(configs=triton_bwd.back_configs),
+            triton_bwd.backward_kernel,
+            {"PASS": triton_bwd.BACK.value},
+        ),
+        "ttt_linear_backward": (triton_bwd, triton_bwd.backward_kernel, {"PASS": triton_bwd.BOTH.value}),
     },
     OPERANDS=("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "tiles", "squares"),
     TYPES={"eps": "fp32"},

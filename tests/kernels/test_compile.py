@@ -46,10 +46,11 @@ def test_the_record_is_of_these_kernels(record, name):
 
 
 def test_the_default_configs_in_the_record_have_no_spills(record):
-    """Except fp32 tiles and large chunks of TTT-Linear, and the scan on sm_80, for which 255 registers are a few too few."""
+    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, for which 255 registers are a few too few."""
     rows = [row for row in record["rows"] if row["default"]]
     large = [row for row in rows if row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)]
     tight = [row for row in rows if (row["kernel"], row["target"]) == ("selective_scan_backward", "sm_80")]
+    large += [row for row in rows if row["kernel"] in MOST_SPILLED and row not in large]
     assert {row["operator"] for row in rows if row not in [*large, *tight]} == set(OPERATORS)
     assert {spills(row) for row in rows if row not in [*large, *tight]} == {(0, 0, 0)}
     assert tight and max(row["stack_bytes"] for row in tight) <= 128
@@ -140,18 +141,25 @@ def test_configs_differ(name):
 
 # TTT-Linear
 
+# Kernel -> target -> stack bytes of a default config in two-byte elements at D = 64 and chunk size 16. In one pass three programs share
+# a multiprocessor for that, and there is one wave where there were two; the pass BACK loads three stages ahead, which fits sm_90.
+MOST_SPILLED = {"ttt_linear_backward": dict.fromkeys(resources.TARGETS, 272), "ttt_linear_backward_back": {80: 112, 89: 96}}
+
 
 @pytest.mark.parametrize("target", resources.TARGETS)
 @pytest.mark.parametrize("dtype", check.DTYPES)
 @pytest.mark.parametrize("kernel", OPERATORS["ttt_linear"].KERNELS)
-def test_ttt_linear_compiles_without_spills(kernel, dtype, target):
+def test_ttt_linear_compiles(kernel, dtype, target):
+    """Without spills, except where `MOST_SPILLED` says how many bytes."""
     found = OPERATORS["ttt_linear"].compilation(kernel, dtype).read(target)
     counts = found["instructions"]
     assert counts["BAR"] > 0 and found["loops"]  # the disassembly was read
     if dtype == "fp32":
         assert counts["HMMA"] == counts["HGMMA"] == 0  # ieee products
     else:
-        assert spills(found) == (0, 0, 0) and counts["HGMMA" if target == 90 else "HMMA"] > 0
+        allowed = MOST_SPILLED.get(kernel, {}).get(target, 0)
+        assert found["stack_bytes"] <= allowed and counts["HGMMA" if target == 90 else "HMMA"] > 0
+        assert allowed or spills(found) == (0, 0, 0)
 
 
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included

@@ -1,6 +1,7 @@
 """What is TTT-Linear's own among the tests of its kernels: groups of chunks, strides of v, tuning, memory, and the layers that use it."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,25 @@ def test_many_groups():
     """Six groups of chunks: the kept states in the middle of the sequence are the ones that the backward pass starts from."""
     assert triton_fwd.states_shape((1, 700, 2, 1, 64), 16, True)[1] == 5
     assert_passes(small(700, 1))
+
+
+@pytest.mark.parametrize(("tokens", "options"), [(1, {}), (17, {}), (150, {}), (700, {}), (150, {"head_dim": 16}), (81, {"chunk_size": 4})])
+def test_the_backward_pass_in_two_launches(tokens, options):
+    """With a program for every group of chunks in the first: as exact as in one launch, and the same bits where both add up alike."""
+    two = triton_bwd.TwoPasses(*(candidates(torch.float32, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs)))
+    sizes = small(tokens, 2, **options)
+    assert_passes(sizes, backward_config=two)
+    inputs, _ = check.draw_case(cases, sizes, 1)
+    one, other = (check.run_kernels(cases, inputs, torch.float16, sizes, None, config) for config in (None, two))
+    for name in ("q", "k", "v", "lr", "W0", "b0"):  # the others are sums over tokens
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_two_launches_where_programs_are_few(monkeypatch):
+    """Up to two programs a multiprocessor, and never without a GPU."""
+    assert not triton_bwd.takes_two_passes(1, torch.device("cpu"))
+    monkeypatch.setattr(triton_bwd, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert triton_bwd.takes_two_passes(264, torch.device("cuda")) and not triton_bwd.takes_two_passes(265, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("r", [0, 1])
