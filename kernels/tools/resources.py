@@ -73,8 +73,9 @@ def source_hash(cases: Any) -> str:
     That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout, and the
     compile-time arguments of each compilation.
     """
-    modules = cases.triton_fwd, cases.triton_bwd
-    code = [jitted_code(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    named = [Path(str(module.__file__)) for module in (cases.triton_fwd, cases.triton_bwd)]
+    others = [file for file in sorted(named[0].parent.glob("triton_*.py")) if file not in named]
+    code = [jitted_code(file.read_text(encoding="utf-8")) for file in (*named, *others)]
     arguments = [
         [one.name, one.dtype, sorted(one.operands), sorted(one.types.items()), sorted(one.constants.items()), describe(one.config)]
         for one in cases.compilations()

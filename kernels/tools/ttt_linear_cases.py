@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..ttt_linear import op, triton_bwd, triton_fwd, ttt_linear, ttt_linear_bidir
+from ..ttt_linear import op, triton_bwd, triton_fwd, triton_phases, ttt_linear, ttt_linear_bidir
 from ..ttt_linear.op import one_direction
 from ..ttt_linear.reference import Arguments
 from . import cases, peers
@@ -86,6 +86,8 @@ class TTTLinearCases(cases.Cases):
     def variants(self) -> Iterator[tuple[str, Sizes]]:
         yield from (("chunk size", small(81, 1, chunk_size=chunk_size)) for chunk_size in triton_fwd.CHUNK_SIZES)
         yield from (("head width", small(81, 1, head_dim=width)) for width in triton_fwd.WIDTHS)
+        if not triton_fwd.INTERPRETED:  # more than fill any device: one phase forward, one launch backward
+            yield from (("many programs", small(tokens, 3, batch=128)) for tokens in (1, 17, 197))
 
     def shapes(self) -> list[Sizes]:
         return [Sizes(tokens=tokens, heads=heads) for heads in WIDTHS for tokens in TOKENS]
@@ -105,9 +107,11 @@ class TTTLinearCases(cases.Cases):
         return {"chunk_size": chunk_size}, triton_fwd.constants(width, chunk_size), (dtype, chunk_size, width)
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[Any]]:
-        """Of the backward pass also the pairs of configs of its two launches."""
+        """Of both passes also the pairs of configs of their two launches."""
         forward, backward = super().configs(dtype)
         sizes = self.compile_time(dtype)[2]
+        phases = zip(triton_phases.state_configs(*sizes), triton_phases.output_configs(*sizes), strict=True)
+        forward = [*forward, *(triton_phases.TwoPhases(*pair) for pair in phases)]
         pairs = zip(triton_bwd.replay_configs(*sizes), triton_bwd.back_configs(*sizes), strict=True)
         return forward, [*backward, *(triton_bwd.TwoPasses(*pair) for pair in pairs)]
 
@@ -169,6 +173,21 @@ CASES = TTTLinearCases(
     KERNELS={
         "ttt_linear_forward": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False}),
         "ttt_linear_forward_keeping_states": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": True}),
+        "ttt_linear_forward_state": (
+            SimpleNamespace(configs=triton_phases.state_configs),
+            triton_phases.state_kernel,
+            {"ROWS": triton_phases.ROWS, "KEEP": False},
+        ),
+        "ttt_linear_forward_state_keeping_states": (
+            SimpleNamespace(configs=triton_phases.state_configs),
+            triton_phases.state_kernel,
+            {"ROWS": triton_phases.ROWS, "KEEP": True},
+        ),
+        "ttt_linear_forward_output": (
+            SimpleNamespace(configs=triton_phases.output_configs),
+            triton_phases.output_kernel,
+            {"ROWS": triton_phases.ROWS},
+        ),
         "ttt_linear_backward_replay": (
             SimpleNamespace(configs=triton_bwd.replay_configs),
             triton_bwd.backward_kernel,
@@ -181,7 +200,7 @@ CASES = TTTLinearCases(
         ),
         "ttt_linear_backward": (triton_bwd, triton_bwd.backward_kernel, {"PASS": triton_bwd.BOTH.value}),
     },
-    OPERANDS=("q", "k", "v", "out", "dout", "dq", "dk", "dv", "S", "tiles", "squares"),
+    OPERANDS=("q", "k", "v", "out", "dout", "dq", "dk", "dv", "G", "S", "tiles", "squares"),
     TYPES={"eps": "fp32"},
     COMPILED=tuple({"chunk_size": chunk_size} for chunk_size in triton_fwd.CHUNK_SIZES),
 )

@@ -11,7 +11,7 @@ from kernels import triton_launch, ttt_linear, ttt_linear_bidir
 from kernels.tools import check
 from kernels.tools.ttt_linear_cases import CASES as cases
 from kernels.tools.ttt_linear_cases import Sizes, one_direction, small
-from kernels.ttt_linear import triton_bwd, triton_fwd
+from kernels.ttt_linear import triton_bwd, triton_fwd, triton_phases
 
 arguments, draw = cases.arguments, cases.draw
 
@@ -48,6 +48,38 @@ def test_the_backward_pass_in_two_launches(tokens, options):
     one, other = (check.run_kernels(cases, inputs, torch.float16, sizes, None, config) for config in (None, two))
     for name in ("q", "k", "v", "lr", "W0", "b0"):  # the others are sums over tokens
         assert torch.equal(one[name], other[name]), name
+
+
+TWO_PHASES = triton_phases.TwoPhases(*(find(torch.float32, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"), [(1, {}), (17, {}), (150, {"reverse": (True,)}), (700, {}), (150, {"head_dim": 16}), (81, {"head_dim": 32})]
+)
+def test_the_forward_pass_in_two_phases(tokens, options):
+    """As exact as in one; the backward pass starts from its kept states."""
+    assert_passes(small(tokens, 2, **options), config=TWO_PHASES)
+
+
+def test_two_phases_take_v_as_it_is():
+    """v as a slice of a wider projection, and without kept states: the bits of a contiguous v."""
+    given, _ = draw_arguments(Sizes(batch=2, tokens=40, heads=3), torch.float16)
+    expected, kept = triton_phases.forward(given, True, TWO_PHASES)
+    wide = torch.randn(2, 40, 5, 3, 64).half()
+    wide[:, :, 3:] = given.v
+    out, none = triton_phases.forward(given._replace(v=wide[:, :, 3:]), False, TWO_PHASES)
+    assert torch.equal(out, expected) and none.numel() == 0 and kept.shape == triton_fwd.states_shape(given.q.shape, 16, True)
+
+
+def test_two_phases_where_programs_are_few(monkeypatch):
+    """Up to one program a multiprocessor, in the sizes that models have, and never without a GPU."""
+
+    def takes(batch, **options):
+        return triton_phases.takes_two_phases(draw_arguments(Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options)))[0])
+
+    assert not takes(1)
+    monkeypatch.setattr(triton_phases, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=8))
+    assert takes(4) and not takes(5) and not takes(4, chunk_size=32) and not takes(4, head_dim=128)
 
 
 def test_two_launches_where_programs_are_few(monkeypatch):
