@@ -169,13 +169,17 @@ def output_kernel(
 
 
 def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the first phase; the first is the default, which runs untuned."""
-    return [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)]
+    """The candidates of the first phase; the first is the default, which runs untuned. None for sizes that it is not written for."""
+    return (
+        []
+        if chunk_size != CHUNK_SIZE or width > WIDEST
+        else [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)]
+    )
 
 
 def output_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the second phase."""
-    return [triton.Config({}, num_warps=warps, num_stages=1) for warps in (4, 8)]
+    return [] if chunk_size != CHUNK_SIZE or width > WIDEST else [triton.Config({}, num_warps=warps, num_stages=1) for warps in (4, 8)]
 
 
 class TwoPhases(NamedTuple):
