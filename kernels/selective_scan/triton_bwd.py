@@ -215,7 +215,12 @@ def backward_kernel(
 
 
 def span(state_dim: int) -> int:
-    """Tokens whose decays and states a program holds in registers at once."""
+    """Tokens whose decays and states a program holds in registers at once.
+
+    Triton before 3.7 gives more than one a layout that spills, for as many instructions a token.
+    """
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return 1
     return max(1, 32 // state_dim) if state_dim > 1 else SPAN_OF_ONE_STATE
 
 
