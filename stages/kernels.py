@@ -37,8 +37,13 @@ def bench(
 
 
 @app.command()
-def resources(op: Op = None) -> None:
+def resources(
+    op: Op = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Only the default configurations, into a record named after Triton's version.")
+    ] = False,
+) -> None:
     """Compile every configuration for sm_80, sm_89 and sm_90, without a GPU: registers, spills, shared memory, instructions."""
     from repro.benchmark.kernels import run_resources
 
-    run_resources(find_root(), op)
+    run_resources(find_root(), op, defaults=defaults)

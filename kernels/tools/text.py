@@ -46,10 +46,15 @@ def format_resources(row: Mapping[str, Any]) -> str:
     )
 
 
-def resources_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 where there are chunks."""
-    lines = ["| kernel | target | registers | stack bytes | shared bytes | LDL + STL | loop: instructions, shuffles, barriers |"]
-    lines.append("|" + "---|" * 7)
+def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
+    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 where there are chunks.
+
+    `others`: Triton's version -> the rows that it gives, of which registers and stack bytes are shown.
+    """
+    more = "".join(f" Triton {version}: registers, stack bytes |" for version in others)
+    by_label = {version: {_label(row): row for row in theirs} for version, theirs in others.items()}
+    lines = [f"| kernel | target | registers | stack bytes | shared bytes | LDL + STL | loop: instructions, shuffles, barriers |{more}"]
+    lines.append("|" + "---|" * (7 + len(others)))
     for row in rows:
         if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] == "bf16":
             first, *rest = row["loops"]
@@ -58,19 +63,34 @@ def resources_table(rows: Iterable[Mapping[str, Any]]) -> str:
             loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown)
             numbers = f"{row['registers']} | {row['stack_bytes']} | {row['shared_bytes']} | {_spills(row)} | {loops}"
             states = f", N {row['config']['state_dim']}" if "state_dim" in row["config"] else ""
-            lines.append(f"| `{row['operator']}` {_pass(row)}{states} | {row['target']} | {numbers} |")
+            found = [theirs.get(_label(row)) for theirs in by_label.values()]
+            beside = "".join(f" {other['registers']}, {other['stack_bytes']} |" if other else " – |" for other in found)
+            lines.append(f"| `{row['operator']}` {_pass(row)}{states} | {row['target']} | {numbers} |{beside}")
     return "\n".join(lines)
 
 
-def describe_spills(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and dtype."""
+def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
+    """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and dtype.
+
+    Then the default configurations of TTT-Linear at chunk size 16, each with its stack bytes and the share of instructions that are
+    spills, also by `others`: Triton's version -> the rows that it gives.
+    """
     listed = list(rows)
     default = [row for row in listed if row["default"]]
     spilling = [[row for row in group if row["stack_bytes"] or _spills(row)] for group in (listed, default)]
     counts = Counter(f"`{row['operator']}` {_pass(row)} in {row['dtype']}" for row in spilling[1])
     named = "; ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
     every = f"Of the {len(listed)} rows, one for each kernel, configuration, dtype and target, {len(spilling[0])} spill"
-    return f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."
+    parts = [f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."]
+    for version, group in {"": default, **others}.items():
+        chosen = [row for row in group if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] != "fp16"]
+        spilled = [f"`{row['operator']}` {_pass(row)} {row['dtype']} {row['target']}: {_cost(row)}" for row in chosen if row["stack_bytes"]]
+        by = f" under Triton {version}" if version else ""
+        parts.append(
+            f"Of those in fp32 and bf16, with chunks of 16 where there are chunks, {len(spilled)} of {len(chosen)} spill{by}"
+            + (f": {'; '.join(spilled)}." if spilled else ".")
+        )
+    return "\n\n".join(parts)
 
 
 def bench_table(metrics: Mapping[str, Any], label: str) -> str:
@@ -111,6 +131,19 @@ def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _sizes(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{printed} {row[key]}" for key, printed in SIZES.items() if key in row)
+
+
+def _label(row: Mapping[str, Any]) -> tuple:
+    """What a row is of, whatever config the version of Triton takes by default."""
+    sizes = {key: row["config"][key] for key in ("chunk_size", "state_dim", "gate", "sequences") if key in row["config"]}
+    return row["kernel"], row["dtype"], row["target"], tuple(sizes.items()) if row["default"] else str(row["config"])
+
+
+def _cost(row: Mapping[str, Any]) -> str:
+    """Bytes, and how many loads and stores of spilled registers there are for each hundred instructions in loops."""
+    instructions = max((loop["instructions"] for loop in row["loops"]), default=0)
+    share = f", {100 * _spills(row) / instructions:.1f} per 100 instructions" if instructions else ""
+    return f"{row['stack_bytes']} B{share}"
 
 
 def _pass(row: Mapping[str, Any]) -> str:

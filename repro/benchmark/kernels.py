@@ -124,10 +124,10 @@ def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, mi
     return table.is_complete()
 
 
-def run_resources(paths: Paths, op: str | None = None) -> None:
-    """Compile every configuration without a GPU and write results/measured/compile/resources.json.
+def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False) -> None:
+    """Compile every configuration without a GPU, or only the default ones, and write results/measured/compile/resources.json.
 
-    metrics: `rows`, see `kernels.tools.resources.rows`; `source_hash`, `unfinished`, as in `run_check`.
+    `defaults` writes resources_triton_<version>.json instead, which is for another version than the lock file's. metrics: `rows`, see `kernels.tools.resources.rows`; `source_hash`, `unfinished`, as in `run_check`.
 
     Raises:
         UserError: no such operator, or the interpreter is chosen.
@@ -138,10 +138,12 @@ def run_resources(paths: Paths, op: str | None = None) -> None:
     if operators.INTERPRETED:
         raise UserError("kernels resources: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     path = paths.measured("compile") / "resources.json"
-    plan = lambda cases: range(len(list(resources.planned(cases))))  # noqa: E731
+    if defaults:
+        path = path.with_name(f"resources_triton_{str(installed_version('triton')).replace('.', '_')}.json")
+    plan = lambda cases: range(len(list(resources.planned(cases, defaults))))  # noqa: E731
     with _Table(paths, path, "resources", "none: compiled, not run", chosen, plan, one=op is not None) as table:
         for cases in chosen:
-            table.fill(cases, resources.rows(cases, skip=len(table.rows[cases.NAME])), text.format_resources)
+            table.fill(cases, resources.rows(cases, len(table.rows[cases.NAME]), defaults), text.format_resources)
 
 
 def find_operators(op: str | None) -> list[Any]:
@@ -168,7 +170,11 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     compiled = paths.measured("compile") / "resources.json"
     if compiled.is_file():
         rows = read_json(compiled)["metrics"]["rows"]
-        passages += [(DOCS, RESOURCES_BLOCK, text.resources_table(rows)), (DOCS, SPILLS_BLOCK, text.describe_spills(rows))]
+        others = {
+            record["identity"]["versions"]["triton"]: record["metrics"]["rows"]
+            for record in map(read_json, sorted(compiled.parent.glob("resources_triton_*.json")))
+        }
+        passages += [(DOCS, RESOURCES_BLOCK, text.resources_table(rows, others)), (DOCS, SPILLS_BLOCK, text.describe_spills(rows, others))]
     return passages
 
 

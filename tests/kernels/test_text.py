@@ -96,8 +96,31 @@ def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
     assert "168 registers" in line and "3 spill instructions" in line and "chunk_size 16" in line
 
 
+def test_other_versions_stand_beside_the_locked_one():
+    """A row of another version of Triton is found whatever its config; what it lacks is a dash."""
+    shared = {"dtype": "bf16", "default": True, "stack_bytes": 0, "shared_bytes": 1, "instructions": {"LDL": 0, "STL": 0}, "loops": []}
+    shared |= {"operator": "ttt_linear", "kernel": "ttt_linear_forward"}
+    rows = [{**shared, "target": target, "registers": 168, "config": {"chunk_size": 16, "num_warps": 4}} for target in ("sm_80", "sm_90")]
+    loops = [{"instructions": 400, "BAR": 0, "SHFL": 0}]
+    other = {**rows[1], "registers": 160, "stack_bytes": 8, "config": {"chunk_size": 16, "num_warps": 8}, "loops": loops}
+    other |= {"instructions": {"LDL": 3, "STL": 1}}
+    header, *found = cells(text.resources_table(rows, {"3.6.0": [other]}))
+    assert header[-1] == "Triton 3.6.0: registers, stack bytes" and [row[-1] for row in found] == ["–", "160, 8"]
+    said = text.describe_spills(rows, {"3.6.0": [other]})
+    assert "with chunks of 16 where there are chunks, 0 of 2 spill." in said
+    assert "1 of 1 spill under Triton 3.6.0: `ttt_linear` forward bf16 sm_90: 8 B, 1.0 per 100 instructions." in said
+
+
 def test_spills_are_counted_of_all_rows_and_of_the_default_ones():
-    about = {"operator": "bi_wkv", "kernel": "bi_wkv_backward", "dtype": "fp32", "stack_bytes": 0}
+    about = {
+        "operator": "bi_wkv",
+        "kernel": "bi_wkv_backward",
+        "dtype": "fp32",
+        "stack_bytes": 0,
+        "config": {},
+        "target": "sm_90",
+        "loops": [],
+    }
     none, spilled = ({"LDL": count, "STL": 0} for count in (0, 2))
     rows = [
         {**about, "default": True, "instructions": none},
@@ -107,4 +130,4 @@ def test_spills_are_counted_of_all_rows_and_of_the_default_ones():
     ]
     said = text.describe_spills(rows)
     assert "Of the 4 rows, " in said and "3 spill; of the 3 of default configurations, 2 (`bi_wkv` backward in fp32: 2)." in said
-    assert text.describe_spills(rows[:1]).endswith("0 spill; of the 1 of default configurations, 0.")
+    assert "0 spill; of the 1 of default configurations, 0." in text.describe_spills(rows[:1])

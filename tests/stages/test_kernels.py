@@ -88,7 +88,7 @@ def compiled(monkeypatch):
 
     done = []
 
-    def rows(cases, skip=0):
+    def rows(cases, skip=0, defaults=False):
         numbers = {"stack_bytes": 0, "shared_bytes": 0, "instructions": {"LDL": 0, "STL": 0, "BAR": 0}}
         labels = {"operator": cases.NAME, "kernel": f"{cases.NAME}_forward", "config": {}, "default": True, "dtype": "bf16"}
         for target in ("sm_80", "sm_90")[skip:]:
@@ -96,7 +96,7 @@ def compiled(monkeypatch):
             yield {**labels, "target": target, "registers": len(done), **numbers, "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}]}
 
     monkeypatch.setattr(resources, "rows", rows)
-    monkeypatch.setattr(resources, "planned", lambda cases: range(2))
+    monkeypatch.setattr(resources, "planned", lambda cases, defaults: range(2))
     monkeypatch.setattr(operators, "source_hash", lambda cases: f"{cases.NAME}'s")
     return done
 
@@ -130,7 +130,7 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
 
     names, rows = list(operators.OPERATORS), resources.rows
 
-    def break_off(cases, skip=0):
+    def break_off(cases, skip=0, defaults=False):
         made = rows(cases, skip)
         yield next(made)
         if names[1] == cases.NAME:
