@@ -98,11 +98,11 @@ def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
 
 def test_other_versions_stand_beside_the_locked_one():
     """A row of another version of Triton is found whatever its config; what it lacks is a dash."""
-    shared = {"dtype": "bf16", "default": True, "stack_bytes": 0, "shared_bytes": 1, "instructions": {"LDL": 0, "STL": 0}, "loops": []}
-    shared |= {"operator": "ttt_linear", "kernel": "ttt_linear_forward"}
-    rows = [{**shared, "target": target, "registers": 168, "config": {"chunk_size": 16, "num_warps": 4}} for target in ("sm_80", "sm_90")]
+    shared = {"dtype": "bf16", "default": True, "stack_bytes": 0, "shared_bytes": 1, "instructions": {"LDL": 0, "STL": 0}}
     loops = [{"instructions": 400, "BAR": 0, "SHFL": 0}]
-    other = {**rows[1], "registers": 160, "stack_bytes": 8, "config": {"chunk_size": 16, "num_warps": 8}, "loops": loops}
+    shared |= {"operator": "ttt_linear", "kernel": "ttt_linear_forward", "loops": loops}
+    rows = [{**shared, "target": target, "registers": 168, "config": {"chunk_size": 16, "num_warps": 4}} for target in ("sm_80", "sm_90")]
+    other = {**rows[1], "registers": 160, "stack_bytes": 8, "config": {"chunk_size": 16, "num_warps": 8}}
     other |= {"instructions": {"LDL": 3, "STL": 1}}
     header, *found = cells(text.resources_table(rows, {"3.6.0": [other]}))
     assert header[-1] == "Triton 3.6.0: registers, stack bytes" and [row[-1] for row in found] == ["–", "160, 8"]
