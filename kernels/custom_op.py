@@ -142,16 +142,16 @@ class CustomOp:
         out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
         return (out, leading.new_empty(states_shape[0], dtype=compute_dtype(leading.dtype))) if self._has_states else out
 
-    def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:
+    def _run_backward(self, *values: Any) -> Any:
         results, x, backend = self._split_backward(values)
         _, module = self._modules(backend, x)
         with no_autocast(results[0].device.type):
             gradients = module.backward(*results, x)
-        return tuple(results[0].new_empty(0) if gradient is None else gradient for gradient in gradients)
+        return _unpack_one(tuple(results[0].new_empty(0) if gradient is None else gradient for gradient in gradients))
 
-    def _fake_backward(self, *values: Any) -> tuple[Tensor, ...]:
+    def _fake_backward(self, *values: Any) -> Any:
         results, x, _ = self._split_backward(values)
-        return tuple(results[0].new_empty(0) if value is None else value.new_empty(value.shape) for value in self._tensors(x))
+        return _unpack_one(tuple(results[0].new_empty(0) if value is None else value.new_empty(value.shape) for value in self._tensors(x)))
 
     def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         x, ctx.backend, _ = self._split_forward(inputs)
@@ -165,10 +165,16 @@ class CustomOp:
         saved = iter(ctx.saved_tensors)
         results = [next(saved) for _ in self.kept]
         arguments = [next(saved) if is_tensor else other for other, is_tensor in zip(ctx.others, self._is_tensor, strict=True)]
-        gradients: Iterator[Tensor] = iter(self.backward(dout, *results, *arguments, ctx.backend))
+        found = self.backward(dout, *results, *arguments, ctx.backend)
+        gradients: Iterator[Tensor] = iter([found] if isinstance(found, Tensor) else found)
         aligned = [next(gradients) if is_tensor else None for is_tensor in self._is_tensor]
         # the last inputs, the backend and keep_states, have no gradient
         return tuple(x if needed else None for x, needed in itertools.zip_longest(aligned, ctx.needs_input_grad))
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
+
+
+def _unpack_one(gradients: tuple[Tensor, ...]) -> Any:
+    """A schema with one result has no tuple around it."""
+    return gradients[0] if len(gradients) == 1 else gradients

@@ -1,0 +1,181 @@
+"""The public operators around the scan: choice of a backend, checks of shapes, FLOP counts.
+
+Each is one launch forward. The models call them where `selected_backend` says `triton`, and plain PyTorch elsewhere; the backend
+`torch` is the reference, for tests and for tensors that the kernels cannot take. Shape letters as in `reference`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..custom_op import CustomOp
+from . import torch_path
+from .reference import (
+    ONES,
+    ConvNorm,
+    GatedNorm,
+    ScanConvs,
+    SwiGLU,
+    conv_norm_formula,
+    gated_norm_formula,
+    scan_convs_formula,
+    swiglu_formula,
+)
+
+
+def conv_norm(
+    tokens: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, *, height: int, eps: float = 1e-6, backend: str = "auto"
+) -> Tensor:
+    """Tokens with their depth-wise convolution on the grid added, and the LayerNorm of that.
+
+    Args:
+        tokens: (B,T,D), row by row on a grid of `height` rows.
+        weight, bias: (D,3,3) and (D,) of the convolution, which sees zeros around the grid.
+        gamma, beta: (D,) of the norm.
+        height: rows of the grid, of which T is a multiple.
+        eps: added to the variance.
+        backend: `auto`, `triton`, `torch` or `reference`.
+
+    Returns:
+        (2,B,T,D) in the tokens' dtype: the sum, then its norm.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    D = tokens.shape[-1]
+    shapes = {"weight": (D, 3, 3), "bias": (D,), "gamma": (D,), "beta": (D,)}
+    _check("conv_norm", "tokens", tokens, 3, shapes, {"weight": weight, "bias": bias, "gamma": gamma, "beta": beta})
+    if height < 1 or tokens.shape[1] % height:
+        raise ValueError(f"conv_norm: height is {height}, and the {tokens.shape[1]} tokens are no grid of as many rows")
+    return CONV_NORM(ConvNorm(tokens, weight, bias, gamma, beta, height, eps), backend)
+
+
+def scan_convs(x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, *, backend: str = "auto") -> Tensor:
+    """Keys and queries of both directions: causal depth-wise convolutions over four tokens of the same input.
+
+    Args:
+        x: (B,T,2D), the forward direction's channels first. A slice of longer rows is taken as it lies.
+        k_weight, q_weight: (2D,4), in the order of each direction's scan. k_bias, q_bias: (2D,).
+        backend: `auto`, `triton`, `torch` or `reference`.
+
+    Returns:
+        (2,B,T,2D) in x's dtype: keys, then queries.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    E = x.shape[-1]
+    others = {"k_weight": k_weight, "k_bias": k_bias, "q_weight": q_weight, "q_bias": q_bias}
+    _check("scan_convs", "x", x, 3, {"k_weight": (E, 4), "k_bias": (E,), "q_weight": (E, 4), "q_bias": (E,)}, others)
+    if E % 2:
+        raise ValueError(f"scan_convs: x has {E} channels, expected as many for each of two directions")
+    return SCAN_CONVS(ScanConvs(x, k_weight, k_bias, q_weight, q_bias), backend)
+
+
+def gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+    """GELU(gate) ⊙ LN(z of both directions), with the tanh approximation of GELU.
+
+    Args:
+        z: (B,T,2,D). gate: (B,T,D); a slice of longer rows is taken as it lies. weight, bias: (D,) of the norm.
+        eps: added to the variance.
+        backend: `auto`, `triton`, `torch` or `reference`.
+
+    Returns:
+        (B,T,D) in z's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    B, T, _, D = z.shape if z.dim() == 4 else (0, 0, 0, 0)
+    others = {"gate": gate, "weight": weight, "bias": bias}
+    _check("gated_norm", "z", z, 4, {"gate": (B, T, D), "weight": (D,), "bias": (D,)}, others, same_dtype=("gate",))
+    if z.shape[2] != 2:
+        raise ValueError(f"gated_norm: z has {z.shape[2]} directions, expected 2")
+    return GATED_NORM(GatedNorm(z, gate, weight, bias, eps), backend)
+
+
+def swiglu(h: Tensor, *, backend: str = "auto") -> Tensor:
+    """SiLU(a) ⊙ b of h = [a, b], and columns of ones, with which the next matrix product adds its bias.
+
+    Args:
+        h: (B,T,2F).
+        backend: `auto`, `triton`, `torch` or `reference`.
+
+    Returns:
+        (B,T,F+8) in h's dtype.
+
+    Raises:
+        TypeError, ValueError: h does not fit.
+    """
+    _check("swiglu", "h", h, 3, {}, {})
+    if h.shape[-1] % 2:
+        raise ValueError(f"swiglu: h has {h.shape[-1]} channels, expected an even number")
+    return SWIGLU(SwiGLU(h), backend)
+
+
+def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
+    """The backend that will run for a request, of all four operators; errors are those of `dispatch.choose_backend`."""
+    return dispatch.choose_backend(backend, device, "the activation", _load_triton, dtype)
+
+
+def _load_triton():
+    from . import triton_bwd, triton_fwd
+
+    return triton_fwd, triton_bwd
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """The modules that `CustomOp` takes, with the forward and the backward pass of one operator."""
+    forward, backward = (getattr(module, name) for module in _load_triton())
+    return SimpleNamespace(forward=forward), SimpleNamespace(backward=backward)
+
+
+def _check(op: str, leading: str, x: Any, dims: int, shapes: dict[str, tuple], others: dict[str, Any], same_dtype: tuple[str, ...] = ()):
+    dispatch.check_are_tensors(op, {leading: x, **others})
+    letters = {"tokens": "(B,T,D)", "x": "(B,T,2D)", "z": "(B,T,2,D)", "h": "(B,T,2F)"}[leading]
+    dispatch.check_leading(op, leading, x, letters, (None,) * dims)
+    dispatch.check_others(op, leading, {leading: x, **others}, {leading: tuple(x.shape), **shapes}, (leading, *same_dtype))
+
+
+def _register(
+    name: str,
+    arguments: type,
+    leading: str,
+    formula: Callable[[Any], Tensor],
+    shape: Callable[[Any], tuple],
+    macs: Callable[[Any], int],
+    kept: tuple[str, ...] = (),
+) -> CustomOp:
+    path = SimpleNamespace(forward=getattr(torch_path, name), backward=getattr(torch_path, f"{name}_backward"))
+    return CustomOp(
+        name,
+        arguments,
+        leading=leading,
+        select=lambda backend, x: selected_backend(backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype),
+        reference=formula,
+        torch_path=path,
+        load_triton=partial(_load, name),
+        result_shapes=lambda module, x: (shape(x),),
+        forward_flops=lambda x: 2 * macs(x),
+        backward_flops=lambda x: 4 * macs(x),
+        kept=kept,
+    )
+
+
+CONV_NORM = _register(
+    "conv_norm", ConvNorm, "tokens", conv_norm_formula, lambda x: (2, *x.tokens.shape), lambda x: 9 * _size(x.tokens), kept=("out",)
+)
+SCAN_CONVS = _register("scan_convs", ScanConvs, "x", scan_convs_formula, lambda x: (2, *x.x.shape), lambda x: 8 * _size(x.x))
+GATED_NORM = _register("gated_norm", GatedNorm, "z", gated_norm_formula, lambda x: x.gate.shape, lambda x: 0)
+SWIGLU = _register("swiglu", SwiGLU, "h", swiglu_formula, lambda x: (*x.h.shape[:-1], x.h.shape[-1] // 2 + ONES), lambda x: 0)
+
+
+def _size(shape: tuple) -> int:
+    """The numbers in a tensor, of which `CustomOp` gives the formulas the shape."""
+    B, T, D = shape
+    return B * T * D

@@ -1,0 +1,89 @@
+"""The arguments of the operators around the scan, and their equations in plain PyTorch, differentiable by autograd.
+
+They compute in fp64 for fp64 inputs and in fp32 otherwise. Shape letters: B samples, T tokens, D width, F hidden width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import compute_dtype
+
+TAPS = 4  # of the causal convolutions
+ONES = 8  # columns of ones that `swiglu` adds: eight two-byte numbers are the 16 bytes to which a GPU's products are aligned
+
+
+class ConvNorm(NamedTuple):
+    """tokens (B,T,D) on a grid of `height` rows, weight (D,3,3), bias (D,), gamma and beta (D,) of the norm."""
+
+    tokens: Tensor
+    weight: Tensor
+    bias: Tensor
+    gamma: Tensor
+    beta: Tensor
+    height: int
+    eps: float
+
+
+class ScanConvs(NamedTuple):
+    """x (B,T,2D), D for each direction; for k and for q a weight (2D,4) in the order of the scan, and a bias (2D,)."""
+
+    x: Tensor
+    k_weight: Tensor
+    k_bias: Tensor
+    q_weight: Tensor
+    q_bias: Tensor
+
+
+class GatedNorm(NamedTuple):
+    """z (B,T,2,D) of both directions, gate (B,T,D), weight and bias (D,) of the norm."""
+
+    z: Tensor
+    gate: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class SwiGLU(NamedTuple):
+    """h (B,T,2F): the input of the sigmoid linear unit, then what it is multiplied with."""
+
+    h: Tensor
+
+
+def conv_norm_formula(x: ConvNorm) -> Tensor:
+    """(2,B,T,D): y = tokens + their depth-wise convolution, 3 x 3 with zeros around the grid; and LN(y)."""
+    dtype = compute_dtype(x.tokens.dtype)
+    tokens, weight, bias, gamma, beta = (each.to(dtype) for each in x[:5])
+    image = tokens.transpose(1, 2).unflatten(2, (x.height, -1))
+    y = tokens + F.conv2d(image, weight[:, None], bias, padding=1, groups=len(weight)).flatten(2).transpose(1, 2)
+    y = y.to(x.tokens.dtype)  # the norm is of the sum as the next operations see it
+    return torch.stack([y, F.layer_norm(y.to(dtype), gamma.shape, gamma, beta, x.eps).to(y.dtype)])
+
+
+def scan_convs_formula(x: ScanConvs) -> Tensor:
+    """(2,B,T,2D): k and q, causal depth-wise convolutions of each direction in its own order of the tokens."""
+    dtype = compute_dtype(x.x.dtype)
+    forth, back = x.x.to(dtype).chunk(2, -1)
+    padded = torch.cat([F.pad(forth, (0, 0, TAPS - 1, 0)), F.pad(back, (0, 0, 0, TAPS - 1))], -1).transpose(1, 2)
+    outs = []
+    for weight, bias in ((x.k_weight, x.k_bias), (x.q_weight, x.q_bias)):
+        ordered = torch.cat([weight[: len(weight) // 2], weight[len(weight) // 2 :].flip(1)]).to(dtype)
+        outs.append(F.conv1d(padded, ordered[:, None], bias.to(dtype), groups=len(weight)).transpose(1, 2))
+    return torch.stack(outs).to(x.x.dtype)
+
+
+def gated_norm_formula(x: GatedNorm) -> Tensor:
+    """(B,T,D): GELU(gate) ⊙ LN(z of both directions), with the tanh approximation of GELU."""
+    dtype = compute_dtype(x.z.dtype)
+    z, gate, weight, bias = (each.to(dtype) for each in x[:4])
+    return (F.gelu(gate, approximate="tanh") * F.layer_norm(z.sum(2), weight.shape, weight, bias, x.eps)).to(x.z.dtype)
+
+
+def swiglu_formula(x: SwiGLU) -> Tensor:
+    """(B,T,F+8): SiLU(a) ⊙ b of h = [a, b], and ones, with which a matrix product can add a bias."""
+    a, b = x.h.to(compute_dtype(x.h.dtype)).chunk(2, -1)
+    out = F.silu(a) * b
+    return torch.cat([out, torch.ones_like(out[..., :1]).expand(*out.shape[:-1], ONES)], -1).to(x.h.dtype)

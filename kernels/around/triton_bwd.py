@@ -1,0 +1,291 @@
+"""The operators around the scan in Triton: the backward passes, which compute again what they need of the forward passes.
+
+Every program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that tokens share; torch adds them up.
+There are no atomics: two runs give the same bits. Shape letters as in `reference`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..triton_launch import launch
+from .reference import ONES, ConvNorm, GatedNorm, ScanConvs, SwiGLU
+from .triton_fwd import activation_configs, as_rows, gelu, normalise
+
+LOOP = 16
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_backward_kernel(
+    dout_ptr,
+    y_ptr,
+    gamma_ptr,
+    g_ptr,
+    sums_ptr,
+    count,
+    size,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
+):
+    """g, the gradient of y, from those of y and its norm, which lie `size` numbers apart; the sums are those of gamma and beta."""
+    c = tl.arange(0, WIDTH)
+    gamma = tl.load(gamma_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    dgamma = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbeta = tl.zeros((ROWS, WIDTH), tl.float32)
+    for j in tl.range(0, LOOP):
+        t = (tl.program_id(0).to(tl.int64) * LOOP + j) * ROWS + tl.arange(0, ROWS)
+        here = (t < count)[:, None] & (c < D)[None, :]
+        tile = t[:, None] * D + c[None, :]
+        y = tl.load(y_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        x, rstd = normalise(y, D, here, eps)
+        d = tl.load(dout_ptr + size + tile, mask=here, other=0.0).to(tl.float32)
+        dgamma += d * x
+        dbeta += d
+        d *= gamma
+        d = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
+        d += tl.load(dout_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        tl.store(g_ptr + tile, d.to(g_ptr.dtype.element_ty), mask=here)
+    at = sums_ptr + tl.program_id(0) * 2 * D + c
+    tl.store(at, tl.sum(dgamma, 0), mask=c < D)
+    tl.store(at + D, tl.sum(dbeta, 0), mask=c < D)
+
+
+@triton.jit(do_not_specialize=["T", "width"])
+def conv_backward_kernel(
+    tokens_ptr,
+    g_ptr,
+    weight_ptr,
+    dtokens_ptr,
+    sums_ptr,
+    T,
+    width,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
+):
+    """The gradient of the tokens, from that of the convolution and of the tokens that it is added to; the sums are those of weight and bias.
+
+    The rows of `sums` are the nine taps and the bias.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    n = tl.arange(0, 16)[:, None]
+    sums = tl.zeros((16, WIDTH), tl.float32)
+    for j in tl.range(0, LOOP):
+        t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
+        here = (t < T)[:, None] & (c < D)[None, :]
+        tile = b * T * D + t[:, None] * D + c[None, :]
+        column = t % width
+        g = tl.load(g_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        dtokens = g
+        sums += tl.where(n == 9, tl.sum(g, 0)[None, :], 0.0)
+        for i in tl.static_range(9):
+            down, right = i // 3 - 1, i % 3 - 1
+            at = t + down * width + right
+            some = here & ((at >= 0) & (at < T) & (column + right >= 0) & (column + right < width))[:, None]
+            x = tl.load(tokens_ptr + tile + (down * width + right) * D, mask=some, other=0.0).to(tl.float32)
+            sums += tl.where(n == i, tl.sum(g * x, 0)[None, :], 0.0)
+            # the token there takes this tap of its neighbour here: tap 8 − i of the token there is this one
+            other = tl.load(g_ptr + tile + (down * width + right) * D, mask=some, other=0.0).to(tl.float32)
+            dtokens += other * tl.load(weight_ptr + c * 9 + (8 - i), mask=c < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
+    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 10 * D + n * D + c[None, :]
+    tl.store(at, sums, mask=(n < 10) & (c < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def scan_convs_backward_kernel(
+    dout_ptr,
+    x_ptr,
+    k_weight_ptr,
+    q_weight_ptr,
+    dx_ptr,
+    sums_ptr,
+    T,
+    rows,
+    size,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOP: tl.constexpr,
+):
+    """The gradient of x from those of k and q, `size` numbers apart. The rows of `sums` are k's four taps, q's four, and both biases."""
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(2).to(tl.int64)
+    some = c < 2 * D
+    back = tl.where(c < D, -1, 1)
+    n = tl.arange(0, 16)[:, None]
+    sums = tl.zeros((16, BLOCK), tl.float32)
+    for j in tl.range(0, LOOP):
+        t = (tl.program_id(0) * LOOP + j) * TOKENS + tl.arange(0, TOKENS)
+        inside = (t < T)[:, None] & some[None, :]
+        tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
+        dk = tl.load(dout_ptr + tile, mask=inside, other=0.0).to(tl.float32)
+        dq = tl.load(dout_ptr + size + tile, mask=inside, other=0.0).to(tl.float32)
+        sums += tl.where(n == 8, tl.sum(dk, 0)[None, :], 0.0) + tl.where(n == 9, tl.sum(dq, 0)[None, :], 0.0)
+        dx = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for i in tl.static_range(4):
+            away = (3 - i) * back[None, :]
+            at = t[:, None] + away
+            x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=inside & (at >= 0) & (at < T), other=0.0).to(tl.float32)
+            sums += tl.where(n == i, tl.sum(dk * x, 0)[None, :], 0.0) + tl.where(n == 4 + i, tl.sum(dq * x, 0)[None, :], 0.0)
+            # this token is tap i of the one as far on the other side
+            at = t[:, None] - away
+            there = inside & (at >= 0) & (at < T)
+            far = (b * T + at) * (2 * D) + c[None, :]
+            k_weight = tl.load(k_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
+            q_weight = tl.load(q_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
+            dx += tl.load(dout_ptr + far, mask=there, other=0.0).to(tl.float32) * k_weight
+            dx += tl.load(dout_ptr + size + far, mask=there, other=0.0).to(tl.float32) * q_weight
+        tl.store(dx_ptr + tile, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 20 * D + n * (2 * D) + c[None, :]
+    tl.store(at, sums, mask=(n < 10) & some[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def gated_norm_backward_kernel(
+    dout_ptr,
+    z_ptr,
+    gate_ptr,
+    weight_ptr,
+    bias_ptr,
+    dz_ptr,
+    dgate_ptr,
+    sums_ptr,
+    count,
+    rows,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
+):
+    """The sums are those of weight and bias."""
+    c = tl.arange(0, WIDTH)
+    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
+    for j in tl.range(0, LOOP):
+        t = (tl.program_id(0).to(tl.int64) * LOOP + j) * ROWS + tl.arange(0, ROWS)
+        here = (t < count)[:, None] & (c < D)[None, :]
+        both = t[:, None] * (2 * D) + c[None, :]
+        z = tl.load(z_ptr + both, mask=here, other=0.0).to(tl.float32)
+        z += tl.load(z_ptr + both + D, mask=here, other=0.0).to(tl.float32)
+        x, rstd = normalise(z, D, here, eps)
+        g = tl.load(gate_ptr + t[:, None] * rows + c[None, :], mask=here, other=0.0).to(tl.float32)
+        opened, s = gelu(g)
+        d = tl.load(dout_ptr + t[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
+        slope = s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+        tl.store(dgate_ptr + t[:, None] * D + c[None, :], (d * (x * weight + bias) * slope).to(dgate_ptr.dtype.element_ty), mask=here)
+        d *= opened
+        dweight += d * x
+        dbias += d
+        d *= weight
+        dz = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
+        dz = dz.to(dz_ptr.dtype.element_ty)
+        tl.store(dz_ptr + both, dz, mask=here)
+        tl.store(dz_ptr + both + D, dz, mask=here)
+    at = sums_ptr + tl.program_id(0) * 2 * D + c
+    tl.store(at, tl.sum(dweight, 0), mask=c < D)
+    tl.store(at + D, tl.sum(dbias, 0), mask=c < D)
+
+
+@triton.jit(do_not_specialize=["count"])
+def swiglu_backward_kernel(
+    dout_ptr, h_ptr, dh_ptr, count, HIDDEN: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """The columns of ones have no gradient."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = (t < count)[:, None] & (c < HIDDEN)[None, :]
+    tile = t[:, None] * (2 * HIDDEN) + c[None, :]
+    a = tl.load(h_ptr + tile, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(h_ptr + tile + HIDDEN, mask=here, other=0.0).to(tl.float32)
+    d = tl.load(dout_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], mask=here, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-a))
+    tl.store(dh_ptr + tile, (d * b * s * (1.0 + a * (1.0 - s))).to(dh_ptr.dtype.element_ty), mask=here)
+    tl.store(dh_ptr + tile + HIDDEN, (d * a * s).to(dh_ptr.dtype.element_ty), mask=here)
+
+
+def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs untuned."""
+    rows = max(1, 1024 // triton.next_power_of_2(width))
+    return [triton.Config({"ROWS": each, "LOOP": LOOP}, num_warps=4, num_stages=1) for each in (rows, 2 * rows)]
+
+
+def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the causal convolutions."""
+    return [triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (32, 16)]
+
+
+def _most_programs(count: int, candidates: list[triton.Config], name: str) -> int:
+    """The programs along the tokens with the config that needs the most: as many rows of partial sums are held, zeros at the end."""
+    return max(triton.cdiv(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
+
+
+def conv_norm(dout: Tensor, out: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
+    """The gradients of tokens, weight, bias, gamma and beta, each in its input's shape and dtype."""
+    B, T, D = x.tokens.shape
+    tokens, dout, width = x.tokens.contiguous(), dout.contiguous(), triton.next_power_of_2(D)
+    g, dtokens = torch.empty_like(tokens), torch.empty_like(tokens)
+    candidates = row_configs(tokens.dtype, D)
+    shared = {"D": D, "WIDTH": width}
+    norm = tokens.new_zeros(_most_programs(B * T, candidates, "ROWS"), 2, D, dtype=torch.float32)
+    arguments = {"dout_ptr": dout, "y_ptr": out[0], "gamma_ptr": x.gamma.contiguous(), "g_ptr": g, "sums_ptr": norm}
+    arguments |= {"count": B * T, "size": B * T * D, "eps": x.eps, **shared}
+    grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
+    launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
+    conv = tokens.new_zeros(B * _most_programs(T, candidates, "ROWS"), 10, D, dtype=torch.float32)
+    arguments = {"tokens_ptr": tokens, "g_ptr": g, "weight_ptr": x.weight.contiguous(), "dtokens_ptr": dtokens, "sums_ptr": conv}
+    arguments |= {"T": T, "width": T // x.height, **shared}
+    grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
+    launch(conv_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
+    (dgamma, dbeta), taps = norm.sum(0).unbind(0), conv.sum(0)
+    gradients = dtokens, taps[:9].T.reshape(D, 3, 3), taps[9].clone(), dgamma.clone(), dbeta.clone()
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:5], strict=True))
+
+
+def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) -> tuple[Tensor, ...]:
+    """The gradients of x, and of k's and q's weight and bias."""
+    B, T, E = x.x.shape
+    (given, rows), dout = as_rows(x.x), dout.contiguous()
+    dx = x.x.new_empty(B, T, E)
+    sums = dx.new_zeros(B * _most_programs(T, block_configs(dx.dtype, E), "TOKENS"), 10, E, dtype=torch.float32)
+    arguments = {"dout_ptr": dout, "x_ptr": given, "k_weight_ptr": x.k_weight.contiguous(), "q_weight_ptr": x.q_weight.contiguous()}
+    arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
+    grid = lambda c: (triton.cdiv(T, c["TOKENS"] * c["LOOP"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
+    launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
+    taps = sums.sum(0)
+    gradients = dx, taps[:4].T.contiguous(), taps[8].clone(), taps[4:8].T.contiguous(), taps[9].clone()
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x, strict=True))
+
+
+def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
+    """The gradients of z, gate, weight and bias."""
+    B, T, D = x.gate.shape
+    gate, rows = as_rows(x.gate)
+    dz, dgate = x.z.new_empty(x.z.shape), gate.new_empty(B, T, D)
+    sums = dz.new_zeros(_most_programs(B * T, row_configs(dz.dtype, D), "ROWS"), 2, D, dtype=torch.float32)
+    arguments = {"dout_ptr": dout.contiguous(), "z_ptr": x.z.contiguous(), "gate_ptr": gate, "dz_ptr": dz, "dgate_ptr": dgate}
+    arguments |= {"weight_ptr": x.weight.contiguous(), "bias_ptr": x.bias.contiguous(), "sums_ptr": sums, "count": B * T, "rows": rows}
+    arguments |= {"eps": x.eps, "D": D, "WIDTH": triton.next_power_of_2(D)}
+    grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
+    launch(gated_norm_backward_kernel, row_configs, (dz.dtype, D), grid, arguments, dz.device, config)
+    gradients = dz, dgate, *(each.clone() for each in sums.sum(0))
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
+
+
+def swiglu(dout: Tensor, x: SwiGLU, config: triton.Config | None = None) -> tuple[Tensor]:
+    """The gradient of h."""
+    B, T, E = x.h.shape
+    h, dh = x.h.contiguous(), x.h.new_empty(B, T, E)
+    arguments = {"dout_ptr": dout.contiguous(), "h_ptr": h, "dh_ptr": dh, "count": B * T, "HIDDEN": E // 2, "PAD": ONES}
+    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(E // 2, c["BLOCK"]))  # noqa: E731
+    launch(swiglu_backward_kernel, activation_configs, (dh.dtype, E // 2), grid, arguments, dh.device, config)
+    return (dh,)

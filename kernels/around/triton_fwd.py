@@ -1,0 +1,217 @@
+"""The operators around the scan in Triton: the forward passes.
+
+All are limited by memory: each reads its inputs and writes its output once. Values are fp32 in registers, one program for a few tokens
+and, where a norm needs a whole row, all channels. Rows may be longer than what is used of them: gate and x are slices of a
+projection's output, taken as they lie. Shape letters as in `reference`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..triton_launch import dtype_obstacle, launch
+from .reference import ONES, ConvNorm, GatedNorm, ScanConvs, SwiGLU
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+TOKENS = 32  # of a program of the causal convolutions
+
+
+@triton.jit
+def normalise(y, D: tl.constexpr, inside, eps):
+    """Rows of y with mean 0 and variance 1, over the D channels that are inside, and 1/σ."""
+    x = tl.where(inside, y - (tl.sum(y, 1) / D)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def gelu(g):
+    """GELU with the tanh approximation, and the sigmoid 1/(1 + e^{−2u}) that it is g times."""
+    s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
+    return g * s, s
+
+
+@triton.jit(do_not_specialize=["T", "width"])
+def conv_norm_kernel(
+    tokens_ptr,
+    weight_ptr,
+    bias_ptr,
+    gamma_ptr,
+    beta_ptr,
+    out_ptr,
+    T,
+    width,
+    size,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """`size` is B·T·D, the distance from y to its norm."""
+    b = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, WIDTH)
+    here = (t < T)[:, None] & (c < D)[None, :]
+    tile = b * T * D + t[:, None] * D + c[None, :]
+    y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
+    y += tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    column = t % width
+    for i in tl.static_range(9):
+        down, right = i // 3 - 1, i % 3 - 1
+        at = t + down * width + right
+        some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
+        x = tl.load(tokens_ptr + tile + (down * width + right) * D, mask=here & some[:, None], other=0.0).to(tl.float32)
+        y += x * tl.load(weight_ptr + c * 9 + i, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    dt: tl.constexpr = out_ptr.dtype.element_ty
+    y = y.to(dt)
+    tl.store(out_ptr + tile, y, mask=here)
+    x, _ = normalise(tl.where(here, y.to(tl.float32), 0.0), D, here, eps)
+    gamma = tl.load(gamma_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    beta = tl.load(beta_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + size + tile, (x * gamma + beta).to(dt), mask=here)
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def scan_convs_kernel(
+    x_ptr,
+    k_weight_ptr,
+    k_bias_ptr,
+    q_weight_ptr,
+    q_bias_ptr,
+    out_ptr,
+    T,
+    rows,
+    size,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. Tap i is 3 − i tokens back."""
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(2).to(tl.int64)
+    some = c < 2 * D
+    back = tl.where(c < D, -1, 1)
+    k = tl.load(k_bias_ptr + c, mask=some, other=0.0).to(tl.float32)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
+    q = tl.load(q_bias_ptr + c, mask=some, other=0.0).to(tl.float32)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
+    for i in tl.static_range(4):
+        at = t[:, None] + (3 - i) * back[None, :]
+        x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=(at >= 0) & (at < T) & some[None, :], other=0.0).to(tl.float32)
+        k += x * tl.load(k_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
+        q += x * tl.load(q_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
+    tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
+    inside = (t < T)[:, None] & some[None, :]
+    tl.store(out_ptr + tile, k.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + size + tile, q.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def gated_norm_kernel(
+    z_ptr, gate_ptr, weight_ptr, bias_ptr, out_ptr, count, rows, eps, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """`count` is B·T; a token of the gate has `rows` numbers, of which D are used."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, WIDTH)
+    here = (t < count)[:, None] & (c < D)[None, :]
+    z = tl.load(z_ptr + t[:, None] * (2 * D) + c[None, :], mask=here, other=0.0).to(tl.float32)
+    z += tl.load(z_ptr + t[:, None] * (2 * D) + D + c[None, :], mask=here, other=0.0).to(tl.float32)
+    x, _ = normalise(z, D, here, eps)
+    g, _ = gelu(tl.load(gate_ptr + t[:, None] * rows + c[None, :], mask=here, other=0.0).to(tl.float32))
+    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + t[:, None] * D + c[None, :], (g * (x * weight + bias)).to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["count"])
+def swiglu_kernel(h_ptr, out_ptr, count, HIDDEN: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """`count` is B·T. HIDDEN is F, PAD the number of columns of ones."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = (t < count)[:, None] & (c < HIDDEN)[None, :]
+    a = tl.load(h_ptr + t[:, None] * (2 * HIDDEN) + c[None, :], mask=here, other=0.0).to(tl.float32)
+    b = tl.load(h_ptr + t[:, None] * (2 * HIDDEN) + HIDDEN + c[None, :], mask=here, other=0.0).to(tl.float32)
+    y = tl.where((c < HIDDEN)[None, :], a * b / (1.0 + tl.exp(-a)), 1.0)
+    written = (t < count)[:, None] & (c < HIDDEN + PAD)[None, :]
+    tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y.to(out_ptr.dtype.element_ty), mask=written)
+
+
+def unsupported(dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot run activations of this dtype, or None where they can."""
+    return dtype_obstacle("the activation", dtype, DTYPES)
+
+
+def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs untuned."""
+    rows = max(1, 2048 // triton.next_power_of_2(width))
+    return [triton.Config({"ROWS": each}, num_warps=4, num_stages=1) for each in dict.fromkeys((rows, max(1, rows // 2), 2 * rows))]
+
+
+def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the causal convolutions."""
+    return [triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1) for tokens in (TOKENS, 2 * TOKENS)]
+
+
+def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the activation."""
+    return [triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))]
+
+
+def row_stride(x: Tensor) -> int | None:
+    """Numbers from one token of x (B,T,·) to the next, if this number describes its layout; else None."""
+    B, T, _ = x.shape
+    expected = (T * x.stride(1), x.stride(1), 1)
+    return x.stride(1) if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), expected, strict=True)) else None
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """x (B,T,·) as it lies, or a copy where its layout has no such number, and its `row_stride`."""
+    stride = row_stride(x) if x.shape[1] > 1 else None
+    return (x, stride) if stride is not None else (x.contiguous(), x.shape[2])
+
+
+def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
+    """(2,B,T,D)."""
+    B, T, D = x.tokens.shape
+    tokens = x.tokens.contiguous()
+    out = tokens.new_empty(2, B, T, D)
+    arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("weight", "bias", "gamma", "beta")}
+    arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": T // x.height, "size": B * T * D, "eps": x.eps}
+    arguments |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
+    launch(conv_norm_kernel, row_configs, (tokens.dtype, D), lambda c: (triton.cdiv(T, c["ROWS"]), B), arguments, tokens.device, config)
+    return out
+
+
+def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
+    """(2,B,T,2D)."""
+    B, T, E = x.x.shape
+    given, rows = as_rows(x.x)
+    out = x.x.new_empty(2, B, T, E)
+    arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("k_weight", "k_bias", "q_weight", "q_bias")}
+    arguments |= {"x_ptr": given, "out_ptr": out, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
+    grid = lambda c: (triton.cdiv(T, c["TOKENS"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
+    launch(scan_convs_kernel, block_configs, (out.dtype, E), grid, arguments, out.device, config)
+    return out
+
+
+def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
+    """(B,T,D)."""
+    B, T, D = x.gate.shape
+    gate, rows = as_rows(x.gate)
+    out = x.z.new_empty(B, T, D)
+    arguments = {"z_ptr": x.z.contiguous(), "gate_ptr": gate, "weight_ptr": x.weight.contiguous(), "bias_ptr": x.bias.contiguous()}
+    arguments |= {"out_ptr": out, "count": B * T, "rows": rows, "eps": x.eps, "D": D, "WIDTH": triton.next_power_of_2(D)}
+    launch(gated_norm_kernel, row_configs, (out.dtype, D), lambda c: (triton.cdiv(B * T, c["ROWS"]),), arguments, out.device, config)
+    return out
+
+
+def swiglu(x: SwiGLU, config: triton.Config | None = None) -> Tensor:
+    """(B,T,F+8)."""
+    B, T, E = x.h.shape
+    hidden = E // 2
+    out = x.h.new_empty(B, T, hidden + ONES)
+    arguments = {"h_ptr": x.h.contiguous(), "out_ptr": out, "count": B * T, "HIDDEN": hidden, "PAD": ONES}
+    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(hidden + ONES, c["BLOCK"]))  # noqa: E731
+    launch(swiglu_kernel, activation_configs, (out.dtype, hidden), grid, arguments, out.device, config)
+    return out
