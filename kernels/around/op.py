@@ -18,24 +18,24 @@ from . import torch_path
 from .reference import (
     ONES,
     ConvNorm,
+    GatedLinear,
     GatedNorm,
     ScanConvs,
-    SwiGLU,
     conv_norm_formula,
+    gated_linear_formula,
     gated_norm_formula,
     scan_convs_formula,
-    swiglu_formula,
 )
 
 
 def conv_norm(
-    tokens: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, *, height: int, eps: float = 1e-6, backend: str = "auto"
+    tokens: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, *, height: int, eps: float = 1e-6, backend: str = "auto"
 ) -> Tensor:
     """Tokens with their depth-wise convolution on the grid added, and the LayerNorm of that.
 
     Args:
         tokens: (B,T,D), row by row on a grid of `height` rows.
-        weight, bias: (D,3,3) and (D,) of the convolution, which sees zeros around the grid.
+        weight: (D,3,3) of the convolution, which sees zeros around the grid and has no bias.
         gamma, beta: (D,) of the norm.
         height: rows of the grid, of which T is a multiple.
         eps: added to the variance.
@@ -48,11 +48,11 @@ def conv_norm(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     D = tokens.shape[-1]
-    shapes = {"weight": (D, 3, 3), "bias": (D,), "gamma": (D,), "beta": (D,)}
-    _check("conv_norm", "tokens", tokens, 3, shapes, {"weight": weight, "bias": bias, "gamma": gamma, "beta": beta})
+    shapes = {"weight": (D, 3, 3), "gamma": (D,), "beta": (D,)}
+    _check("conv_norm", "tokens", tokens, 3, shapes, {"weight": weight, "gamma": gamma, "beta": beta})
     if height < 1 or tokens.shape[1] % height:
         raise ValueError(f"conv_norm: height is {height}, and the {tokens.shape[1]} tokens are no grid of as many rows")
-    return CONV_NORM(ConvNorm(tokens, weight, bias, gamma, beta, height, eps), backend)
+    return CONV_NORM(ConvNorm(tokens, weight, gamma, beta, height, eps), backend)
 
 
 def scan_convs(x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, *, backend: str = "auto") -> Tensor:
@@ -99,23 +99,24 @@ def gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, eps: fl
     return GATED_NORM(GatedNorm(z, gate, weight, bias, eps), backend)
 
 
-def swiglu(h: Tensor, *, backend: str = "auto") -> Tensor:
-    """SiLU(a) ⊙ b of h = [a, b], and columns of ones, with which the next matrix product adds its bias.
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
+    """SiLU(a) ⊙ b of [a, b] = x Wᵀ + bias, and columns of ones, with which the next matrix product adds its bias.
 
     Args:
-        h: (B,T,2F).
+        x: (B,T,D). weight: (2F,D), a's rows first. bias: (2F,).
         backend: `auto`, `triton`, `torch` or `reference`.
 
     Returns:
-        (B,T,F+8) in h's dtype.
+        (B,T,F+8) in x's dtype.
 
     Raises:
-        TypeError, ValueError: h does not fit.
+        TypeError, ValueError: an argument does not fit; the message names it.
     """
-    _check("swiglu", "h", h, 3, {}, {})
-    if h.shape[-1] % 2:
-        raise ValueError(f"swiglu: h has {h.shape[-1]} channels, expected an even number")
-    return SWIGLU(SwiGLU(h), backend)
+    rows = len(weight) if isinstance(weight, Tensor) and weight.dim() else 0
+    _check("gated_linear", "x", x, 3, {"weight": (rows, x.shape[-1]), "bias": (rows,)}, {"weight": weight, "bias": bias})
+    if rows % 2:
+        raise ValueError(f"gated_linear: weight has {rows} rows, expected an even number")
+    return GATED_LINEAR(GatedLinear(x, weight, bias), backend)
 
 
 def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
@@ -137,7 +138,7 @@ def _load(name: str) -> tuple[Any, Any]:
 
 def _check(op: str, leading: str, x: Any, dims: int, shapes: dict[str, tuple], others: dict[str, Any], same_dtype: tuple[str, ...] = ()):
     dispatch.check_are_tensors(op, {leading: x, **others})
-    letters = {"tokens": "(B,T,D)", "x": "(B,T,2D)", "z": "(B,T,2,D)", "h": "(B,T,2F)"}[leading]
+    letters = {"tokens": "(B,T,D)", "x": "(B,T,·)", "z": "(B,T,2,D)"}[leading]
     dispatch.check_leading(op, leading, x, letters, (None,) * dims)
     dispatch.check_others(op, leading, {leading: x, **others}, {leading: tuple(x.shape), **shapes}, (leading, *same_dtype))
 
@@ -172,7 +173,14 @@ CONV_NORM = _register(
 )
 SCAN_CONVS = _register("scan_convs", ScanConvs, "x", scan_convs_formula, lambda x: (2, *x.x.shape), lambda x: 8 * _size(x.x))
 GATED_NORM = _register("gated_norm", GatedNorm, "z", gated_norm_formula, lambda x: x.gate.shape, lambda x: 0)
-SWIGLU = _register("swiglu", SwiGLU, "h", swiglu_formula, lambda x: (*x.h.shape[:-1], x.h.shape[-1] // 2 + ONES), lambda x: 0)
+GATED_LINEAR = _register(
+    "gated_linear",
+    GatedLinear,
+    "x",
+    gated_linear_formula,
+    lambda x: (*x.x.shape[:-1], x.weight.shape[0] // 2 + ONES),
+    lambda x: _size(x.x) * x.weight[0],
+)
 
 
 def _size(shape: tuple) -> int:

@@ -12,15 +12,14 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 TAPS = 4  # of the causal convolutions
-ONES = 8  # columns of ones that `swiglu` adds: eight two-byte numbers are the 16 bytes to which a GPU's products are aligned
+ONES = 8  # columns of ones that `gated_linear` adds: eight two-byte numbers are the 16 bytes to which a GPU's products are aligned
 
 
 class ConvNorm(NamedTuple):
-    """tokens (B,T,D) on a grid of `height` rows, weight (D,3,3), bias (D,), gamma and beta (D,) of the norm."""
+    """tokens (B,T,D) on a grid of `height` rows, weight (D,3,3), gamma and beta (D,) of the norm."""
 
     tokens: Tensor
     weight: Tensor
-    bias: Tensor
     gamma: Tensor
     beta: Tensor
     height: int
@@ -47,18 +46,20 @@ class GatedNorm(NamedTuple):
     eps: float
 
 
-class SwiGLU(NamedTuple):
-    """h (B,T,2F): the input of the sigmoid linear unit, then what it is multiplied with."""
+class GatedLinear(NamedTuple):
+    """x (B,T,D), weight (2F,D) and bias (2F,): first of the input of the sigmoid linear unit, then of what it is multiplied with."""
 
-    h: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
 
 
 def conv_norm_formula(x: ConvNorm) -> Tensor:
     """(2,B,T,D): y = tokens + their depth-wise convolution, 3 x 3 with zeros around the grid; and LN(y)."""
     dtype = compute_dtype(x.tokens.dtype)
-    tokens, weight, bias, gamma, beta = (each.to(dtype) for each in x[:5])
+    tokens, weight, gamma, beta = (each.to(dtype) for each in x[:4])
     image = tokens.transpose(1, 2).unflatten(2, (x.height, -1))
-    y = tokens + F.conv2d(image, weight[:, None], bias, padding=1, groups=len(weight)).flatten(2).transpose(1, 2)
+    y = tokens + F.conv2d(image, weight[:, None], padding=1, groups=len(weight)).flatten(2).transpose(1, 2)
     y = y.to(x.tokens.dtype)  # the norm is of the sum as the next operations see it
     return torch.stack([y, F.layer_norm(y.to(dtype), gamma.shape, gamma, beta, x.eps).to(y.dtype)])
 
@@ -82,8 +83,9 @@ def gated_norm_formula(x: GatedNorm) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * F.layer_norm(z.sum(2), weight.shape, weight, bias, x.eps)).to(x.z.dtype)
 
 
-def swiglu_formula(x: SwiGLU) -> Tensor:
-    """(B,T,F+8): SiLU(a) ⊙ b of h = [a, b], and ones, with which a matrix product can add a bias."""
-    a, b = x.h.to(compute_dtype(x.h.dtype)).chunk(2, -1)
+def gated_linear_formula(x: GatedLinear) -> Tensor:
+    """(B,T,F+8): SiLU(a) ⊙ b of [a, b] = x Wᵀ + bias, and ones, with which a matrix product can add a bias."""
+    dtype = compute_dtype(x.x.dtype)
+    a, b = F.linear(x.x.to(dtype), x.weight.to(dtype), x.bias.to(dtype)).chunk(2, -1)
     out = F.silu(a) * b
-    return torch.cat([out, torch.ones_like(out[..., :1]).expand(*out.shape[:-1], ONES)], -1).to(x.h.dtype)
+    return torch.cat([out, torch.ones_like(out[..., :1]).expand(*out.shape[:-1], ONES)], -1).to(x.x.dtype)

@@ -12,13 +12,13 @@ from .reference import (
     ONES,
     TAPS,
     ConvNorm,
+    GatedLinear,
     GatedNorm,
     ScanConvs,
-    SwiGLU,
     conv_norm_formula,
+    gated_linear_formula,
     gated_norm_formula,
     scan_convs_formula,
-    swiglu_formula,
 )
 
 _ops = torch.ops.aten
@@ -31,18 +31,18 @@ def conv_norm(x: ConvNorm) -> Tensor:
 
 
 def conv_norm_backward(dout: Tensor, out: Tensor, x: ConvNorm) -> tuple[Tensor, ...]:
-    """The gradients of tokens, weight, bias, gamma and beta, each in its input's shape and dtype."""
+    """The gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
     dtype = compute_dtype(x.tokens.dtype)
-    tokens, weight, _, gamma, beta = (each.to(dtype) for each in x[:5])
+    tokens, weight, gamma, beta = (each.to(dtype) for each in x[:4])
     dy, dnorm, y = dout[0].to(dtype), dout[1].to(dtype), out[0].to(dtype)
     var, mean = torch.var_mean(y, -1, correction=0, keepdim=True)
     g, dgamma, dbeta = _ops.native_layer_norm_backward(dnorm, y, gamma.shape, mean, (var + x.eps).rsqrt(), gamma, beta, _BOTH)
     g = g + dy
     image, dimage = (each.transpose(1, 2).unflatten(2, (x.height, -1)) for each in (tokens, g))
-    given = weight[:, None], [len(weight)], [1, 1], [1, 1], [1, 1], False, [0, 0], len(weight), _BOTH
-    found, dweight, dbias = _ops.convolution_backward(dimage, image, *given)
+    given = weight[:, None], None, [1, 1], [1, 1], [1, 1], False, [0, 0], len(weight), [True, True, False]
+    found, dweight, _ = _ops.convolution_backward(dimage, image, *given)
     dtokens = g + found.flatten(2).transpose(1, 2)
-    return _as_given((dtokens, dweight[:, 0], dbias, dgamma, dbeta), x)
+    return _as_given((dtokens, dweight[:, 0], dgamma, dbeta), x)
 
 
 def scan_convs(x: ScanConvs) -> Tensor:
@@ -84,17 +84,18 @@ def gated_norm_backward(dout: Tensor, x: GatedNorm) -> tuple[Tensor, ...]:
     return _as_given((dz.unsqueeze(2).expand(x.z.shape), dgate, dweight, dbias), x)
 
 
-def swiglu(x: SwiGLU) -> Tensor:
+def gated_linear(x: GatedLinear) -> Tensor:
     """(B,T,F+8)."""
-    return swiglu_formula(x)
+    return gated_linear_formula(x)
 
 
-def swiglu_backward(dout: Tensor, x: SwiGLU) -> tuple[Tensor]:
-    """The gradient of h."""
-    dtype = compute_dtype(x.h.dtype)
-    a, b = x.h.to(dtype).chunk(2, -1)
-    d = dout[..., :-ONES].to(dtype)
-    return _as_given((torch.cat([_ops.silu_backward(d * b, a), d * F.silu(a)], -1),), x)
+def gated_linear_backward(dout: Tensor, x: GatedLinear) -> tuple[Tensor, ...]:
+    """The gradients of x, weight and bias."""
+    dtype = compute_dtype(x.x.dtype)
+    tokens, weight, bias, d = (each.to(dtype) for each in (*x, dout[..., :-ONES]))
+    a, b = F.linear(tokens, weight, bias).chunk(2, -1)
+    dh = torch.cat([_ops.silu_backward(d * b, a), d * F.silu(a)], -1)
+    return _as_given((dh @ weight, dh.flatten(0, 1).T @ tokens.flatten(0, 1), dh.sum((0, 1))), x)
 
 
 def _as_given(gradients: tuple[Tensor, ...], x: tuple) -> tuple[Tensor, ...]:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import launch
-from .reference import ONES, ConvNorm, GatedNorm, ScanConvs, SwiGLU
-from .triton_fwd import activation_configs, as_rows, gelu, normalise
+from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
+from .triton_fwd import as_rows, gelu, normalise
 
 LOOP = 16
 
@@ -68,9 +68,8 @@ def conv_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of the tokens, from that of the convolution and of the tokens that it is added to; the sums are those of weight and bias.
-
-    The rows of `sums` are the nine taps and the bias.
+    """The gradient of the tokens, from that of the convolution and of the tokens that it is added to; the sums are those of
+    the nine taps.
     """
     b = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
@@ -83,7 +82,6 @@ def conv_backward_kernel(
         column = t % width
         g = tl.load(g_ptr + tile, mask=here, other=0.0).to(tl.float32)
         dtokens = g
-        sums += tl.where(n == 9, tl.sum(g, 0)[None, :], 0.0)
         for i in tl.static_range(9):
             down, right = i // 3 - 1, i % 3 - 1
             at = t + down * width + right
@@ -94,8 +92,8 @@ def conv_backward_kernel(
             other = tl.load(g_ptr + tile + (down * width + right) * D, mask=some, other=0.0).to(tl.float32)
             dtokens += other * tl.load(weight_ptr + c * 9 + (8 - i), mask=c < D, other=0.0).to(tl.float32)[None, :]
         tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
-    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 10 * D + n * D + c[None, :]
-    tl.store(at, sums, mask=(n < 10) & (c < D)[None, :])
+    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
+    tl.store(at, sums, mask=(n < 9) & (c < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -197,10 +195,10 @@ def gated_norm_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def swiglu_backward_kernel(
+def activation_backward_kernel(
     dout_ptr, h_ptr, dh_ptr, count, HIDDEN: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The columns of ones have no gradient."""
+    """The gradient of h = [a, b] from that of SiLU(a) ⊙ b; the columns of ones have none."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = (t < count)[:, None] & (c < HIDDEN)[None, :]
@@ -224,13 +222,18 @@ def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     return [triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (32, 16)]
 
 
+def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the activation."""
+    return [triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))]
+
+
 def _most_programs(count: int, candidates: list[triton.Config], name: str) -> int:
     """The programs along the tokens with the config that needs the most: as many rows of partial sums are held, zeros at the end."""
     return max(triton.cdiv(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 
 
 def conv_norm(dout: Tensor, out: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of tokens, weight, bias, gamma and beta, each in its input's shape and dtype."""
+    """The gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
     B, T, D = x.tokens.shape
     tokens, dout, width = x.tokens.contiguous(), dout.contiguous(), triton.next_power_of_2(D)
     g, dtokens = torch.empty_like(tokens), torch.empty_like(tokens)
@@ -241,14 +244,14 @@ def conv_norm(dout: Tensor, out: Tensor, x: ConvNorm, config: triton.Config | No
     arguments |= {"count": B * T, "size": B * T * D, "eps": x.eps, **shared}
     grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
     launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
-    conv = tokens.new_zeros(B * _most_programs(T, candidates, "ROWS"), 10, D, dtype=torch.float32)
+    conv = tokens.new_zeros(B * _most_programs(T, candidates, "ROWS"), 9, D, dtype=torch.float32)
     arguments = {"tokens_ptr": tokens, "g_ptr": g, "weight_ptr": x.weight.contiguous(), "dtokens_ptr": dtokens, "sums_ptr": conv}
     arguments |= {"T": T, "width": T // x.height, **shared}
     grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
     launch(conv_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
     (dgamma, dbeta), taps = norm.sum(0).unbind(0), conv.sum(0)
-    gradients = dtokens, taps[:9].T.reshape(D, 3, 3), taps[9].clone(), dgamma.clone(), dbeta.clone()
-    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:5], strict=True))
+    gradients = dtokens, taps.T.reshape(D, 3, 3).contiguous(), dgamma.clone(), dbeta.clone()
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
 
 
 def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) -> tuple[Tensor, ...]:
@@ -281,11 +284,14 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
 
 
-def swiglu(dout: Tensor, x: SwiGLU, config: triton.Config | None = None) -> tuple[Tensor]:
-    """The gradient of h."""
-    B, T, E = x.h.shape
-    h, dh = x.h.contiguous(), x.h.new_empty(B, T, E)
-    arguments = {"dout_ptr": dout.contiguous(), "h_ptr": h, "dh_ptr": dh, "count": B * T, "HIDDEN": E // 2, "PAD": ONES}
-    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(E // 2, c["BLOCK"]))  # noqa: E731
-    launch(swiglu_backward_kernel, activation_configs, (dh.dtype, E // 2), grid, arguments, dh.device, config)
-    return (dh,)
+def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = None) -> tuple[Tensor, ...]:
+    """The gradients of x, weight and bias; h, which the forward pass does not write, is computed again by PyTorch's product."""
+    (B, T, D), hidden = x.x.shape, len(x.weight) // 2
+    dtype, tokens, weight = x.x.dtype, x.x.reshape(B * T, D), x.weight.to(x.x.dtype)
+    h = torch.addmm(x.bias.to(dtype), tokens, weight.T)
+    dh = torch.empty_like(h)
+    arguments = {"dout_ptr": dout.contiguous(), "h_ptr": h, "dh_ptr": dh, "count": B * T, "HIDDEN": hidden, "PAD": ONES}
+    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(hidden, c["BLOCK"]))  # noqa: E731
+    launch(activation_backward_kernel, activation_configs, (dtype, hidden), grid, arguments, dh.device, config)
+    gradients = (dh @ weight).view(B, T, D), dh.T @ tokens, dh.sum(0, dtype=torch.float32)
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x, strict=True))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import dtype_obstacle, launch
-from .reference import ONES, ConvNorm, GatedNorm, ScanConvs, SwiGLU
+from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -35,19 +35,7 @@ def gelu(g):
 
 @triton.jit(do_not_specialize=["T", "width"])
 def conv_norm_kernel(
-    tokens_ptr,
-    weight_ptr,
-    bias_ptr,
-    gamma_ptr,
-    beta_ptr,
-    out_ptr,
-    T,
-    width,
-    size,
-    eps,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    tokens_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, T, width, size, eps, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
     """`size` is B·T·D, the distance from y to its norm."""
     b = tl.program_id(1).to(tl.int64)
@@ -56,7 +44,6 @@ def conv_norm_kernel(
     here = (t < T)[:, None] & (c < D)[None, :]
     tile = b * T * D + t[:, None] * D + c[None, :]
     y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
-    y += tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     column = t % width
     for i in tl.static_range(9):
         down, right = i // 3 - 1, i % 3 - 1
@@ -125,13 +112,30 @@ def gated_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def swiglu_kernel(h_ptr, out_ptr, count, HIDDEN: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """`count` is B·T. HIDDEN is F, PAD the number of columns of ones."""
-    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def gated_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    count,
+    D: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """`count` is B·T. HIDDEN is F, PAD the number of columns of ones. Both products of a tile of outputs share their tile of x."""
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = (t < count)[:, None] & (c < HIDDEN)[None, :]
-    a = tl.load(h_ptr + t[:, None] * (2 * HIDDEN) + c[None, :], mask=here, other=0.0).to(tl.float32)
-    b = tl.load(h_ptr + t[:, None] * (2 * HIDDEN) + HIDDEN + c[None, :], mask=here, other=0.0).to(tl.float32)
+    a = tl.zeros((TOKENS, BLOCK), tl.float32) + tl.load(bias_ptr + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    b = tl.zeros((TOKENS, BLOCK), tl.float32) + tl.load(bias_ptr + HIDDEN + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    for start in tl.range(0, D, DEPTH):
+        d = start + tl.arange(0, DEPTH)
+        x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=(t < count)[:, None] & (d < D)[None, :], other=0.0)
+        tile, some = weight_ptr + c[None, :] * D + d[:, None], (c < HIDDEN)[None, :] & (d < D)[:, None]
+        a = tl.dot(x, tl.load(tile, mask=some, other=0.0), acc=a, input_precision="ieee")
+        b = tl.dot(x, tl.load(tile + HIDDEN * D, mask=some, other=0.0), acc=b, input_precision="ieee")
     y = tl.where((c < HIDDEN)[None, :], a * b / (1.0 + tl.exp(-a)), 1.0)
     written = (t < count)[:, None] & (c < HIDDEN + PAD)[None, :]
     tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y.to(out_ptr.dtype.element_ty), mask=written)
@@ -153,9 +157,12 @@ def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     return [triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1) for tokens in (TOKENS, 2 * TOKENS)]
 
 
-def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the activation."""
-    return [triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))]
+def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the product with its activation."""
+    if dtype == torch.float32:
+        return [triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": 32}, num_warps=4, num_stages=stages) for stages in (2, 3)]
+    sizes = (128, 64, 8), (64, 64, 4), (128, 128, 8)
+    return [triton.Config({"TOKENS": tokens, "BLOCK": block, "DEPTH": 64}, num_warps=warps, num_stages=3) for tokens, block, warps in sizes]
 
 
 def row_stride(x: Tensor) -> int | None:
@@ -176,7 +183,7 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
     out = tokens.new_empty(2, B, T, D)
-    arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("weight", "bias", "gamma", "beta")}
+    arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("weight", "gamma", "beta")}
     arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": T // x.height, "size": B * T * D, "eps": x.eps}
     arguments |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
     launch(conv_norm_kernel, row_configs, (tokens.dtype, D), lambda c: (triton.cdiv(T, c["ROWS"]), B), arguments, tokens.device, config)
@@ -206,12 +213,12 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
     return out
 
 
-def swiglu(x: SwiGLU, config: triton.Config | None = None) -> Tensor:
+def gated_linear(x: GatedLinear, config: triton.Config | None = None) -> Tensor:
     """(B,T,F+8)."""
-    B, T, E = x.h.shape
-    hidden = E // 2
-    out = x.h.new_empty(B, T, hidden + ONES)
-    arguments = {"h_ptr": x.h.contiguous(), "out_ptr": out, "count": B * T, "HIDDEN": hidden, "PAD": ONES}
-    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(hidden + ONES, c["BLOCK"]))  # noqa: E731
-    launch(swiglu_kernel, activation_configs, (out.dtype, hidden), grid, arguments, out.device, config)
+    (B, T, D), hidden = x.x.shape, len(x.weight) // 2
+    out = x.x.new_empty(B, T, hidden + ONES)
+    arguments = {"x_ptr": x.x.contiguous(), "weight_ptr": x.weight.to(out.dtype).contiguous(), "bias_ptr": x.bias.contiguous()}
+    arguments |= {"out_ptr": out, "count": B * T, "D": D, "HIDDEN": hidden, "PAD": ONES}
+    grid = lambda c: (triton.cdiv(B * T, c["TOKENS"]), triton.cdiv(hidden + ONES, c["BLOCK"]))  # noqa: E731
+    launch(gated_linear_kernel, product_configs, (out.dtype, D), grid, arguments, out.device, config)
     return out

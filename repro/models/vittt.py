@@ -11,6 +11,7 @@ import torch
 from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
 
+from . import fused_block
 from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, remove_tokens, resample_positions
 from .reading import Reading
 from .ttt_mixer import DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, conv1d_names, design_has, ttt_linear_macs
@@ -43,6 +44,8 @@ class VitttBlock(nn.Module):
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
+        if fused_block.can_fuse(self, tokens):
+            return fused_block.forward(self, tokens, grid)
         tokens, x = self._normalise(tokens, grid)
         tokens = (tokens if self.reading.residual == "stream" else x) + self.drop_path(self.mixer(x))
         return tokens + self.drop_path(self.mlp(self.norm2(tokens)))

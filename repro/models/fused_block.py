@@ -1,0 +1,134 @@
+"""A block of Vittt in some ten launches: what `VitttBlock` computes, with the kernels of `kernels.around` in place of plain PyTorch.
+
+At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operations around it decide. Here each of them reads its input
+and writes its output once: the convolution with the norm after it, one projection for gate, keys, values and learning rates, both
+causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products with their activation; residuals are added by
+the products before them. It is for the default reading of the paper, without class tokens; `VitttBlock.forward` is the reference, and
+what runs everywhere else.
+
+Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import around, ttt_linear_bidir
+from kernels.around.op import selected_backend
+from kernels.around.reference import ONES
+
+from .reading import Reading
+
+Grid = tuple[int, int]
+
+
+class Constants(NamedTuple):
+    """What the launches take of a block's weights, each made once for these weights.
+
+    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of d; token_scale
+    (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU; down_weight (D,F+8): with its bias
+    in the first of the further columns; state: W0, b0, γ and μ of both directions, in fp32.
+    """
+
+    in_weight: Tensor
+    in_bias: Tensor
+    token_scale: Tensor
+    up_weight: Tensor
+    up_bias: Tensor
+    down_weight: Tensor
+    state: tuple[Tensor, ...]
+
+
+# a block -> the versions of its weights and the constants made of them, where no gradient is needed
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Constants]]" = weakref.WeakKeyDictionary()
+
+
+def is_plain(reading: Reading) -> bool:
+    """Whether the launches compute this reading of the paper: the default one, whatever its positions and starts."""
+    return reading == Reading(**{name: getattr(reading, name) for name in ("positions", "w0_std", "token_scale_start", "eta_base")})
+
+
+def can_fuse(block: Any, tokens: Tensor) -> bool:
+    """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here."""
+    mixer, dtype = block.mixer, product_dtype(tokens)
+    if block.pool not in ("mean", "max") or block.dwconv is None or not is_plain(block.reading) or mixer.backend not in ("auto", "triton"):
+        return False
+    try:
+        return "triton" == selected_backend(mixer.backend, tokens.device, dtype=dtype) == mixer.selected_backend(dtype)
+    except ValueError:  # the mixer says why when it runs
+        return False
+
+
+def product_dtype(tokens: Tensor) -> torch.dtype:
+    """The dtype of a block's products: the tokens' own, or that of autocast."""
+    device = tokens.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
+
+
+def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
+    """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`."""
+    mixer, dtype = block.mixer, product_dtype(tokens_BTD)
+    D, H, d, backend = mixer.dim, mixer.num_heads, mixer.head_dim, "triton"
+    known = find_constants(block, tokens_BTD.shape[1])
+    stream, x = around.conv_norm(
+        tokens_BTD, block.dwconv.weight[:, 0], block.norm1.weight, block.norm1.bias, height=grid[0], eps=block.norm1.eps, backend=backend
+    ).unbind(0)
+    projected = F.linear(x, known.in_weight, known.in_bias)
+    gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
+    convolutions = (getattr(mixer, name) for name in ("conv_k", "conv_q"))
+    taps = [each for conv in convolutions for each in (conv.weight[:, 0], conv.bias)]
+    k, q = around.scan_convs(shared, *taps, backend=backend).unbind(0)
+    q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
+    lr = torch.sigmoid(rates[..., :H].float())
+    z = ttt_linear_bidir(
+        q, k, v, lr, known.token_scale, *known.state, chunk_size=known.token_scale.shape[1], eps=mixer.eps, backend=backend
+    )
+    norm = mixer.post_norm
+    y = around.gated_norm(z.flatten(3), gate, norm.weight, norm.bias, eps=norm.eps, backend=backend)
+    tokens_BTD = _add_product(block, stream, y, mixer.out_proj.weight)
+    x = block.norm2(tokens_BTD).to(dtype)
+    hidden = around.gated_linear(x, known.up_weight, known.up_bias, backend=backend)
+    return _add_product(block, tokens_BTD, hidden, known.down_weight)
+
+
+def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """stream + x Wᵀ in one launch; in several where samples drop the branch, and where the stream is of a higher precision."""
+    if (block.training and not isinstance(block.drop_path, nn.Identity)) or x.dtype != stream_BTD.dtype or x.dtype != weight.dtype:
+        return stream_BTD + block.drop_path(F.linear(x, weight))
+    return torch.addmm(stream_BTD.flatten(0, 1), x.flatten(0, 1), weight.T).view_as(stream_BTD)
+
+
+def find_constants(block: Any, tokens: int) -> Constants:
+    """The `Constants` of a block: those made before where its weights are the same and need no gradient."""
+    weights = list(block.parameters())
+    tracked = not any(weight.is_inference() for weight in weights)
+    if (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)) or torch.compiler.is_compiling() or not tracked:
+        return make_constants(block, tokens)
+    key = (tokens, *((weight.data_ptr(), weight._version, weight.dtype, weight.device) for weight in weights))
+    known = _KNOWN.get(block)
+    if known is None or known[0] != key:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _KNOWN[block] = key, make_constants(block, tokens)
+    return known[1]
+
+
+def make_constants(block: Any, tokens: int) -> Constants:
+    """Arrange a block's weights for the launches."""
+    mixer, mlp = block.mixer, block.mlp
+    D, H, d = mixer.dim, mixer.num_heads, mixer.head_dim
+    missing = -H % d
+    in_weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
+    in_bias = F.pad(mixer.lr_proj.bias, (5 * D, missing))
+    scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.reading.eta_base / d)
+    up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
+    up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
+    down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
+    shapes = (2, H, d, d), (2, H, d), (2, H, d), (2, H, d)
+    state = tuple(
+        each.expand(shape).float().contiguous()
+        for each, shape in zip((mixer.W0, mixer.b0, mixer.ln_weight, mixer.ln_bias), shapes, strict=True)
+    )
+    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, state)
