@@ -107,7 +107,7 @@ def find_constants(block: Any, tokens: int) -> Constants:
     tracked = not any(weight.is_inference() for weight in weights)
     if (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)) or torch.compiler.is_compiling() or not tracked:
         return make_constants(block, tokens)
-    key = (tokens, *((weight.data_ptr(), weight._version, weight.dtype, weight.device) for weight in weights))
+    key = (tokens, *((weight.untyped_storage()._cdata, weight._version, weight.dtype, weight.device) for weight in weights))
     known = _KNOWN.get(block)
     if known is None or known[0] != key:
         with torch.inference_mode(False), torch.no_grad():
