@@ -57,10 +57,11 @@ def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
     lines.append("|" + "---|" * (7 + len(others)))
     for row in rows:
         if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] == "bf16":
-            first, *rest = row["loops"]
-            holds_the_rest = rest and first["instructions"] > sum(loop["instructions"] for loop in rest)  # it is the loop over groups
+            first, rest = row["loops"][:1], row["loops"][1:]
+            # it is the loop over groups
+            holds_the_rest = rest and first[0]["instructions"] > sum(loop["instructions"] for loop in rest)
             shown = rest if holds_the_rest else row["loops"]
-            loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown)
+            loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown) or "none"
             numbers = f"{row['registers']} | {row['stack_bytes']} | {row['shared_bytes']} | {_spills(row)} | {loops}"
             states = f", N {row['config']['state_dim']}" if "state_dim" in row["config"] else ""
             found = [theirs.get(_label(row)) for theirs in by_label.values()]

@@ -168,6 +168,11 @@ def output_kernel(
     tl.store(out_ptr + tile, y.to(dt), mask=inside)
 
 
+def are_written_for(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
+    """Whether the two phases are for these sizes, which models have; in fp32 their tiles would not fit the registers."""
+    return dtype != torch.float32 and chunk_size == CHUNK_SIZE and width <= WIDEST
+
+
 def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the first phase; the first is the default, which runs untuned. None for sizes that it is not written for."""
     return (
@@ -179,7 +184,7 @@ def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[
 
 def output_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the second phase."""
-    return [] if chunk_size != CHUNK_SIZE or width > WIDEST else [triton.Config({}, num_warps=warps, num_stages=1) for warps in (4, 8)]
+    return [] if not are_written_for(dtype, chunk_size, width) else [triton.Config({}, num_warps=warps, num_stages=1) for warps in (4, 8)]
 
 
 class TwoPhases(NamedTuple):
@@ -190,9 +195,9 @@ class TwoPhases(NamedTuple):
 
 
 def takes_two_phases(x: Arguments) -> bool:
-    """Whether a scan in one phase would leave multiprocessors idle, and the two are written for these sizes, which models have."""
+    """Whether a scan in one phase would leave multiprocessors idle, and the two are written for its sizes."""
     gpu, (B, _, R, H, D) = find_gpu(x.q.device), x.q.shape
-    return gpu is not None and gpu.multi_processor_count >= B * R * H and x.chunk_size == CHUNK_SIZE and D <= WIDEST
+    return gpu is not None and gpu.multi_processor_count >= B * R * H and are_written_for(x.q.dtype, x.chunk_size, D)
 
 
 def forward(x: Arguments, keep_states: bool, config: TwoPhases | None = None) -> tuple[Tensor, Tensor]:

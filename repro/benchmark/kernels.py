@@ -172,7 +172,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
         rows = read_json(compiled)["metrics"]["rows"]
         others = {
             record["identity"]["versions"]["triton"]: record["metrics"]["rows"]
-            for record in map(read_json, sorted(compiled.parent.glob("resources_triton_*.json")))
+            for record in (read_json(file) for file in sorted(compiled.parent.glob("resources_triton_*.json")) if ".run." not in file.name)
         }
         passages += [(DOCS, RESOURCES_BLOCK, text.resources_table(rows, others)), (DOCS, SPILLS_BLOCK, text.describe_spills(rows, others))]
     return passages

@@ -50,7 +50,7 @@ def test_the_backward_pass_in_two_launches(tokens, options):
         assert torch.equal(one[name], other[name]), name
 
 
-TWO_PHASES = triton_phases.TwoPhases(*(find(torch.float32, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs)))
+TWO_PHASES = triton_phases.TwoPhases(*(find(torch.float16, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs)))
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_two_phases_take_v_as_it_is():
 def test_two_phases_where_programs_are_few(monkeypatch):
     """Up to one program a multiprocessor, in the sizes that models have, and never without a GPU."""
 
-    def takes(batch, **options):
-        return triton_phases.takes_two_phases(draw_arguments(Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options)))[0])
+    def takes(batch, dtype=torch.float16, **options):
+        return triton_phases.takes_two_phases(draw_arguments(Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options)), dtype)[0])
 
     assert not takes(1)
     monkeypatch.setattr(triton_phases, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=8))
-    assert takes(4) and not takes(5) and not takes(4, chunk_size=32) and not takes(4, head_dim=128)
+    assert takes(4) and not takes(5) and not takes(4, chunk_size=32) and not takes(4, head_dim=128) and not takes(4, torch.float32)
 
 
 def test_two_launches_where_programs_are_few(monkeypatch):
