@@ -151,6 +151,9 @@ MOST_SPILLED = {"ttt_linear_backward": dict.fromkeys(resources.TARGETS, 272), "t
 @pytest.mark.parametrize("kernel", OPERATORS["ttt_linear"].KERNELS)
 def test_ttt_linear_compiles(kernel, dtype, target):
     """Without spills, except where `MOST_SPILLED` says how many bytes."""
+    cases = OPERATORS["ttt_linear"]
+    if not cases.KERNELS[kernel][0].configs(*cases.compile_time(check.DTYPES[dtype])[2]):
+        pytest.skip("the two phases of the forward pass are not written for fp32")
     found = OPERATORS["ttt_linear"].compilation(kernel, dtype).read(target)
     counts = found["instructions"]
     assert counts["BAR"] > 0 and found["loops"]  # the disassembly was read
