@@ -47,9 +47,9 @@ def conv_norm(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    D = tokens.shape[-1]
-    shapes = {"weight": (D, 3, 3), "gamma": (D,), "beta": (D,)}
-    _check("conv_norm", "tokens", tokens, 3, shapes, {"weight": weight, "gamma": gamma, "beta": beta})
+    tensors = {"tokens": tokens, "weight": weight, "gamma": gamma, "beta": beta}
+    *_, D = _check_first("conv_norm", tensors, "(B,T,D)", (None, None, None))
+    _check_others("conv_norm", tensors, {"weight": (D, 3, 3), "gamma": (D,), "beta": (D,)})
     if height < 1 or tokens.shape[1] % height:
         raise ValueError(f"conv_norm: height is {height}, and the {tokens.shape[1]} tokens are no grid of as many rows")
     return CONV_NORM(ConvNorm(tokens, weight, gamma, beta, height, eps), backend)
@@ -69,9 +69,9 @@ def scan_convs(x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    E = x.shape[-1]
-    others = {"k_weight": k_weight, "k_bias": k_bias, "q_weight": q_weight, "q_bias": q_bias}
-    _check("scan_convs", "x", x, 3, {"k_weight": (E, 4), "k_bias": (E,), "q_weight": (E, 4), "q_bias": (E,)}, others)
+    tensors = {"x": x, "k_weight": k_weight, "k_bias": k_bias, "q_weight": q_weight, "q_bias": q_bias}
+    *_, E = _check_first("scan_convs", tensors, "(B,T,2D)", (None, None, None))
+    _check_others("scan_convs", tensors, {"k_weight": (E, 4), "k_bias": (E,), "q_weight": (E, 4), "q_bias": (E,)})
     if E % 2:
         raise ValueError(f"scan_convs: x has {E} channels, expected as many for each of two directions")
     return SCAN_CONVS(ScanConvs(x, k_weight, k_bias, q_weight, q_bias), backend)
@@ -91,11 +91,9 @@ def gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, eps: fl
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    B, T, _, D = z.shape if z.dim() == 4 else (0, 0, 0, 0)
-    others = {"gate": gate, "weight": weight, "bias": bias}
-    _check("gated_norm", "z", z, 4, {"gate": (B, T, D), "weight": (D,), "bias": (D,)}, others, same_dtype=("gate",))
-    if z.shape[2] != 2:
-        raise ValueError(f"gated_norm: z has {z.shape[2]} directions, expected 2")
+    tensors = {"z": z, "gate": gate, "weight": weight, "bias": bias}
+    B, T, _, D = _check_first("gated_norm", tensors, "(B,T,2,D)", (None, None, 2, None))
+    _check_others("gated_norm", tensors, {"gate": (B, T, D), "weight": (D,), "bias": (D,)}, same_dtype=("gate",))
     return GATED_NORM(GatedNorm(z, gate, weight, bias, eps), backend)
 
 
@@ -112,16 +110,19 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str = "aut
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    rows = len(weight) if isinstance(weight, Tensor) and weight.dim() else 0
-    _check("gated_linear", "x", x, 3, {"weight": (rows, x.shape[-1]), "bias": (rows,)}, {"weight": weight, "bias": bias})
-    if rows % 2:
-        raise ValueError(f"gated_linear: weight has {rows} rows, expected an even number")
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    *_, D = _check_first("gated_linear", tensors, "(B,T,D)", (None, None, None))
+    rows = weight.shape[0] // 2 * 2 if weight.dim() else 0
+    _check_others("gated_linear", tensors, {"weight": (rows, D), "bias": (rows,)})
     return GATED_LINEAR(GatedLinear(x, weight, bias), backend)
 
 
-def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that will run for a request, of all four operators; errors are those of `dispatch.choose_backend`."""
-    return dispatch.choose_backend(backend, device, "the activation", _load_triton, dtype)
+def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32, leading: str = "tokens") -> str:
+    """The backend that will run for a request, of all four operators; errors are those of `dispatch.choose_backend`.
+
+    `dtype` is that of the activations, and `leading` the name of the first one.
+    """
+    return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading)
 
 
 def _load_triton():
@@ -136,41 +137,39 @@ def _load(name: str) -> tuple[Any, Any]:
     return SimpleNamespace(forward=forward), SimpleNamespace(backward=backward)
 
 
-def _check(op: str, leading: str, x: Any, dims: int, shapes: dict[str, tuple], others: dict[str, Any], same_dtype: tuple[str, ...] = ()):
-    dispatch.check_are_tensors(op, {leading: x, **others})
-    letters = {"tokens": "(B,T,D)", "x": "(B,T,·)", "z": "(B,T,2,D)"}[leading]
-    dispatch.check_leading(op, leading, x, letters, (None,) * dims)
-    dispatch.check_others(op, leading, {leading: x, **others}, {leading: tuple(x.shape), **shapes}, (leading, *same_dtype))
+def _check_first(op: str, tensors: dict[str, Any], letters: str, sizes: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The shape of the first of the tensors, by which the others are measured."""
+    leading = next(iter(tensors))
+    dispatch.check_are_tensors(op, tensors)
+    dispatch.check_leading(op, leading, tensors[leading], letters, sizes)
+    return tuple(tensors[leading].shape)
+
+
+def _check_others(op: str, tensors: dict[str, Tensor], shapes: dict[str, tuple], same_dtype: tuple[str, ...] = ()) -> None:
+    leading = next(iter(tensors))
+    dispatch.check_others(op, leading, tensors, {leading: tuple(tensors[leading].shape), **shapes}, (leading, *same_dtype))
 
 
 def _register(
-    name: str,
-    arguments: type,
-    leading: str,
-    formula: Callable[[Any], Tensor],
-    shape: Callable[[Any], tuple],
-    macs: Callable[[Any], int],
-    kept: tuple[str, ...] = (),
+    name: str, arguments: type, leading: str, formula: Callable[[Any], Tensor], shape: Callable[[Any], tuple], macs: Callable[[Any], int]
 ) -> CustomOp:
     path = SimpleNamespace(forward=getattr(torch_path, name), backward=getattr(torch_path, f"{name}_backward"))
     return CustomOp(
         name,
         arguments,
         leading=leading,
-        select=lambda backend, x: selected_backend(backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype),
+        select=lambda backend, x: selected_backend(backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype, leading=leading),
         reference=formula,
         torch_path=path,
         load_triton=partial(_load, name),
         result_shapes=lambda module, x: (shape(x),),
         forward_flops=lambda x: 2 * macs(x),
         backward_flops=lambda x: 4 * macs(x),
-        kept=kept,
+        kept=(),
     )
 
 
-CONV_NORM = _register(
-    "conv_norm", ConvNorm, "tokens", conv_norm_formula, lambda x: (2, *x.tokens.shape), lambda x: 9 * _size(x.tokens), kept=("out",)
-)
+CONV_NORM = _register("conv_norm", ConvNorm, "tokens", conv_norm_formula, lambda x: (2, *x.tokens.shape), lambda x: 9 * _size(x.tokens))
 SCAN_CONVS = _register("scan_convs", ScanConvs, "x", scan_convs_formula, lambda x: (2, *x.x.shape), lambda x: 8 * _size(x.x))
 GATED_NORM = _register("gated_norm", GatedNorm, "z", gated_norm_formula, lambda x: x.gate.shape, lambda x: 0)
 GATED_LINEAR = _register(

@@ -60,8 +60,7 @@ def conv_norm_formula(x: ConvNorm) -> Tensor:
     tokens, weight, gamma, beta = (each.to(dtype) for each in x[:4])
     image = tokens.transpose(1, 2).unflatten(2, (x.height, -1))
     y = tokens + F.conv2d(image, weight[:, None], padding=1, groups=len(weight)).flatten(2).transpose(1, 2)
-    y = y.to(x.tokens.dtype)  # the norm is of the sum as the next operations see it
-    return torch.stack([y, F.layer_norm(y.to(dtype), gamma.shape, gamma, beta, x.eps).to(y.dtype)])
+    return torch.stack([y, F.layer_norm(y, gamma.shape, gamma, beta, x.eps)]).to(x.tokens.dtype)
 
 
 def scan_convs_formula(x: ScanConvs) -> Tensor:

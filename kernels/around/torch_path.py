@@ -30,15 +30,17 @@ def conv_norm(x: ConvNorm) -> Tensor:
     return conv_norm_formula(x)
 
 
-def conv_norm_backward(dout: Tensor, out: Tensor, x: ConvNorm) -> tuple[Tensor, ...]:
+def conv_norm_backward(dout: Tensor, x: ConvNorm) -> tuple[Tensor, ...]:
     """The gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
     dtype = compute_dtype(x.tokens.dtype)
     tokens, weight, gamma, beta = (each.to(dtype) for each in x[:4])
-    dy, dnorm, y = dout[0].to(dtype), dout[1].to(dtype), out[0].to(dtype)
+    dy, dnorm = dout.to(dtype).unbind(0)
+    image = tokens.transpose(1, 2).unflatten(2, (x.height, -1))
+    y = tokens + F.conv2d(image, weight[:, None], padding=1, groups=len(weight)).flatten(2).transpose(1, 2)
     var, mean = torch.var_mean(y, -1, correction=0, keepdim=True)
     g, dgamma, dbeta = _ops.native_layer_norm_backward(dnorm, y, gamma.shape, mean, (var + x.eps).rsqrt(), gamma, beta, _BOTH)
     g = g + dy
-    image, dimage = (each.transpose(1, 2).unflatten(2, (x.height, -1)) for each in (tokens, g))
+    dimage = g.transpose(1, 2).unflatten(2, (x.height, -1))
     given = weight[:, None], None, [1, 1], [1, 1], [1, 1], False, [0, 0], len(weight), [True, True, False]
     found, dweight, _ = _ops.convolution_backward(dimage, image, *given)
     dtokens = g + found.flatten(2).transpose(1, 2)

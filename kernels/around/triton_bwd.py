@@ -11,19 +11,21 @@ from torch import Tensor
 
 from ..triton_launch import launch
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
-from .triton_fwd import as_rows, gelu, normalise
+from .triton_fwd import as_rows, convolve, gelu, normalise
 
 LOOP = 16
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["T", "width"])
 def norm_backward_kernel(
     dout_ptr,
-    y_ptr,
+    tokens_ptr,
+    weight_ptr,
     gamma_ptr,
     g_ptr,
     sums_ptr,
-    count,
+    T,
+    width,
     size,
     eps,
     D: tl.constexpr,
@@ -31,16 +33,20 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """g, the gradient of y, from those of y and its norm, which lie `size` numbers apart; the sums are those of gamma and beta."""
+    """g, the gradient of y, from those of y and its norm, which lie `size` numbers apart; the sums are those of gamma and beta.
+
+    y itself is computed again: in the dtype in which it was written, it would not give gradients to fp32.
+    """
+    b = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
     gamma = tl.load(gamma_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     dgamma = tl.zeros((ROWS, WIDTH), tl.float32)
     dbeta = tl.zeros((ROWS, WIDTH), tl.float32)
     for j in tl.range(0, LOOP):
-        t = (tl.program_id(0).to(tl.int64) * LOOP + j) * ROWS + tl.arange(0, ROWS)
-        here = (t < count)[:, None] & (c < D)[None, :]
-        tile = t[:, None] * D + c[None, :]
-        y = tl.load(y_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
+        here = (t < T)[:, None] & (c < D)[None, :]
+        tile = b * T * D + t[:, None] * D + c[None, :]
+        y = convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D)
         x, rstd = normalise(y, D, here, eps)
         d = tl.load(dout_ptr + size + tile, mask=here, other=0.0).to(tl.float32)
         dgamma += d * x
@@ -49,7 +55,7 @@ def norm_backward_kernel(
         d = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
         d += tl.load(dout_ptr + tile, mask=here, other=0.0).to(tl.float32)
         tl.store(g_ptr + tile, d.to(g_ptr.dtype.element_ty), mask=here)
-    at = sums_ptr + tl.program_id(0) * 2 * D + c
+    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * D + c
     tl.store(at, tl.sum(dgamma, 0), mask=c < D)
     tl.store(at + D, tl.sum(dbeta, 0), mask=c < D)
 
@@ -219,7 +225,7 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the causal convolutions."""
-    return [triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (32, 16)]
+    return [triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (16, 32)]
 
 
 def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
@@ -232,22 +238,19 @@ def _most_programs(count: int, candidates: list[triton.Config], name: str) -> in
     return max(triton.cdiv(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 
 
-def conv_norm(dout: Tensor, out: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
+def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
     """The gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
     B, T, D = x.tokens.shape
-    tokens, dout, width = x.tokens.contiguous(), dout.contiguous(), triton.next_power_of_2(D)
+    tokens = x.tokens.contiguous()
     g, dtokens = torch.empty_like(tokens), torch.empty_like(tokens)
-    candidates = row_configs(tokens.dtype, D)
-    shared = {"D": D, "WIDTH": width}
-    norm = tokens.new_zeros(_most_programs(B * T, candidates, "ROWS"), 2, D, dtype=torch.float32)
-    arguments = {"dout_ptr": dout, "y_ptr": out[0], "gamma_ptr": x.gamma.contiguous(), "g_ptr": g, "sums_ptr": norm}
-    arguments |= {"count": B * T, "size": B * T * D, "eps": x.eps, **shared}
-    grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
-    launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
-    conv = tokens.new_zeros(B * _most_programs(T, candidates, "ROWS"), 9, D, dtype=torch.float32)
-    arguments = {"tokens_ptr": tokens, "g_ptr": g, "weight_ptr": x.weight.contiguous(), "dtokens_ptr": dtokens, "sums_ptr": conv}
-    arguments |= {"T": T, "width": T // x.height, **shared}
+    programs = B * _most_programs(T, row_configs(tokens.dtype, D), "ROWS")
+    norm, conv = (tokens.new_zeros(programs, rows, D, dtype=torch.float32) for rows in (2, 9))
+    shared = {"tokens_ptr": tokens, "weight_ptr": x.weight.contiguous(), "g_ptr": g, "T": T, "width": T // x.height}
+    shared |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
     grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
+    arguments = {"dout_ptr": dout.contiguous(), "gamma_ptr": x.gamma.contiguous(), "sums_ptr": norm, "size": B * T * D, "eps": x.eps}
+    launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, shared | arguments, tokens.device, config)
+    arguments = shared | {"dtokens_ptr": dtokens, "sums_ptr": conv}
     launch(conv_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
     (dgamma, dbeta), taps = norm.sum(0).unbind(0), conv.sum(0)
     gradients = dtokens, taps.T.reshape(D, 3, 3).contiguous(), dgamma.clone(), dbeta.clone()

@@ -33,6 +33,20 @@ def gelu(g):
     return g * s, s
 
 
+@triton.jit
+def convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D: tl.constexpr):
+    """Tokens t of an image, whose channels c lie at `tile`, with the sum of their nine weighted neighbours on the grid added."""
+    y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
+    column = t % width
+    for i in tl.static_range(9):
+        down, right = i // 3 - 1, i % 3 - 1
+        at = t + down * width + right
+        some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
+        x = tl.load(tokens_ptr + tile + (down * width + right) * D, mask=here & some[:, None], other=0.0).to(tl.float32)
+        y += x * tl.load(weight_ptr + c * 9 + i, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
 @triton.jit(do_not_specialize=["T", "width"])
 def conv_norm_kernel(
     tokens_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, T, width, size, eps, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
@@ -43,18 +57,10 @@ def conv_norm_kernel(
     c = tl.arange(0, WIDTH)
     here = (t < T)[:, None] & (c < D)[None, :]
     tile = b * T * D + t[:, None] * D + c[None, :]
-    y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
-    column = t % width
-    for i in tl.static_range(9):
-        down, right = i // 3 - 1, i % 3 - 1
-        at = t + down * width + right
-        some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
-        x = tl.load(tokens_ptr + tile + (down * width + right) * D, mask=here & some[:, None], other=0.0).to(tl.float32)
-        y += x * tl.load(weight_ptr + c * 9 + i, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    y = convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D)
     dt: tl.constexpr = out_ptr.dtype.element_ty
-    y = y.to(dt)
-    tl.store(out_ptr + tile, y, mask=here)
-    x, _ = normalise(tl.where(here, y.to(tl.float32), 0.0), D, here, eps)
+    tl.store(out_ptr + tile, y.to(dt), mask=here)
+    x, _ = normalise(y, D, here, eps)
     gamma = tl.load(gamma_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     beta = tl.load(beta_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + size + tile, (x * gamma + beta).to(dt), mask=here)
@@ -141,9 +147,9 @@ def gated_linear_kernel(
     tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y.to(out_ptr.dtype.element_ty), mask=written)
 
 
-def unsupported(dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run activations of this dtype, or None where they can."""
-    return dtype_obstacle("the activation", dtype, DTYPES)
+def unsupported(dtype: torch.dtype, leading: str) -> str | None:
+    """Why these kernels cannot run activations of this dtype, the first of which is called `leading`, or None where they can."""
+    return dtype_obstacle(leading, dtype, DTYPES)
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
@@ -160,7 +166,7 @@ def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the product with its activation."""
     if dtype == torch.float32:
-        return [triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": 32}, num_warps=4, num_stages=stages) for stages in (2, 3)]
+        return [triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": depth}, num_warps=4, num_stages=2) for depth in (16, 32)]
     sizes = (128, 64, 8), (64, 64, 4), (128, 128, 8)
     return [triton.Config({"TOKENS": tokens, "BLOCK": block, "DEPTH": 64}, num_warps=warps, num_stages=3) for tokens, block, warps in sizes]
 

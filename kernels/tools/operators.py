@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from . import bi_wkv_cases, ms_deform_attn_cases, selective_scan_cases, ttt_linear_cases
+from . import around_cases, bi_wkv_cases, ms_deform_attn_cases, selective_scan_cases, ttt_linear_cases
 from .cases import Cases
 from .resources import source_hash
 
 _ALL = ttt_linear_cases, selective_scan_cases, bi_wkv_cases, ms_deform_attn_cases
-OPERATORS: dict[str, Cases] = {module.CASES.NAME: module.CASES for module in _ALL}
+OPERATORS: dict[str, Cases] = {cases.NAME: cases for cases in (*(module.CASES for module in _ALL), *around_cases.CASES)}
 INTERPRETED = ttt_linear_cases.triton_fwd.INTERPRETED  # whether Triton runs all kernels in its interpreter
 
 

@@ -175,11 +175,8 @@ def are_written_for(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
 
 def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the first phase; the first is the default, which runs untuned. None for sizes that it is not written for."""
-    return (
-        []
-        if chunk_size != CHUNK_SIZE or width > WIDEST
-        else [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)]
-    )
+    written = are_written_for(dtype, chunk_size, width)
+    return [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)] if written else []
 
 
 def output_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:

@@ -37,8 +37,15 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace in _NAMESPACES and not _is_view(func) and func not in _FREE:
-            tensors = [*_tensors([args, kwargs or {}]), *_tensors(out)]
-            self.launches.append(Launch(str(func), sum(_bytes(x) for x in {id(x): x for x in tensors}.values())))
+            tensors = {id(x): x for x in (*_tensors([args, kwargs or {}]), *_tensors(out))}
+            moved = sum(map(_bytes, tensors.values()))
+            if func == torch.ops.aten.addmm.default and args[0].dim() == 2:  # PyTorch copies the summand, to which the product is added
+                copied = _bytes(args[0]) + _bytes(out)
+                self.launches.append(Launch("aten.copy_.default", copied))
+                moved += _bytes(out) - _bytes(args[0])
+            elif func._schema.name.endswith("_"):  # what is changed in place is read and written
+                moved += _bytes(args[0])
+            self.launches.append(Launch(str(func), moved))
         return out
 
 

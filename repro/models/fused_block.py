@@ -65,7 +65,8 @@ def can_fuse(block: Any, tokens: Tensor) -> bool:
 def product_dtype(tokens: Tensor) -> torch.dtype:
     """The dtype of a block's products: the tokens' own, or that of autocast."""
     device = tokens.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
+    available = torch.amp.is_autocast_available(device)
+    return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else tokens.dtype
 
 
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
@@ -95,10 +96,15 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
 
 
 def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """stream + x Wᵀ in one launch; in several where samples drop the branch, and where the stream is of a higher precision."""
+    """stream + x Wᵀ: in one launch, in place, where no gradient is wanted.
+
+    Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of a higher precision.
+    """
     if (block.training and not isinstance(block.drop_path, nn.Identity)) or x.dtype != stream_BTD.dtype or x.dtype != weight.dtype:
         return stream_BTD + block.drop_path(F.linear(x, weight))
-    return torch.addmm(stream_BTD.flatten(0, 1), x.flatten(0, 1), weight.T).view_as(stream_BTD)
+    rows = stream_BTD.flatten(0, 1)
+    add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
+    return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
 
 
 def find_constants(block: Any, tokens: int) -> Constants:

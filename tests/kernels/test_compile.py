@@ -156,7 +156,8 @@ def test_ttt_linear_compiles(kernel, dtype, target):
         pytest.skip("the two phases of the forward pass are not written for fp32")
     found = OPERATORS["ttt_linear"].compilation(kernel, dtype).read(target)
     counts = found["instructions"]
-    assert counts["BAR"] > 0 and found["loops"]  # the disassembly was read
+    assert counts["BAR"] > 0  # the disassembly was read
+    assert bool(found["loops"]) == (kernel != "ttt_linear_forward_output")  # whose program has one block of tokens
     if dtype == "fp32":
         assert counts["HMMA"] == counts["HGMMA"] == 0  # ieee products
     else:

@@ -20,6 +20,9 @@ UNIT = B * SIDE * SIDE * D * 2  # a (B,T,D) tensor in bf16
         (lambda x, w: x.t().reshape(3, 2).unsqueeze(0), 1, 12),  # a copy, and views
         (lambda x, w: x.expand(5, 3, 2).sum(0), 1, 12),  # an expanded axis is read once
         (lambda x, w: x @ torch.empty(2, 5), 1, 6 + 10 + 15),
+        (lambda x, w: x.clone().addmm_(x, torch.empty(2, 2)), 2, 2 * 6 + 6 + 4 + 2 * 6),  # a copy; what is added to is read and written
+        (lambda x, w: torch.addmm(x, x.clone(), torch.empty(2, 2)), 3, 2 * 6 + 2 * 6 + 6 + 4 + 2 * 6),  # one more copy
+        (lambda x, w: torch.addmm(w, x, torch.empty(2, 2)), 1, 2 + 6 + 4 + 6),  # a bias is added by the product
         (lambda x, w: torch.empty(100).new_empty(7), 0, 0),
     ],
 )

@@ -1,0 +1,201 @@
+"""The cases of the operators around the scan. Shape letters: B samples, T tokens, D width, F hidden width.
+
+There is no peer: what they replace is plain PyTorch, which is the backend `torch`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..around import op, triton_bwd, triton_fwd
+from ..around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
+from . import cases
+from .cases import ROUNDING, TOKENS, normal_drawer
+
+WIDTHS = (192, 384, 768)  # Vittt-T, S, B
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes(cases.Sizes):
+    """One shape: B samples, T tokens in rows of a grid of `height`, width D; SwiGLU's hidden width is that of Vittt."""
+
+    channels: int
+    height: int = 1
+    kind: str
+
+    @property
+    def hidden(self) -> int:
+        return int(8 * self.channels / 3)
+
+    def tensor_bytes(self) -> tuple[int, int]:
+        D, F = self.channels, self.hidden
+        inputs, out = {"conv_norm": (D, 2 * D), "scan_convs": (2 * D, 4 * D), "gated_norm": (3 * D, D), "gated_linear": (D, F)}[self.kind]
+        return 2 * self.batch * self.tokens * inputs, 2 * self.batch * self.tokens * out
+
+    def flop_of(self, passes: str) -> int:
+        D = self.channels
+        macs = {"conv_norm": 9 * D, "scan_convs": 16 * D, "gated_norm": 0, "gated_linear": 2 * D * self.hidden}[self.kind]
+        return 2 * self.batch * self.tokens * macs * (1 if passes == "forward" else 2)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class AroundCases(cases.Cases):
+    """The cases of one of the operators, its name in the sizes."""
+
+    PLAIN: Sizes  # what the other sizes are variations of
+
+    def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
+        """Rounding of the output, of what it is computed from, and of what lies between; sums over tokens in fp32."""
+        return 1e-5 + 3 * ROUNDING[dtype]
+
+    def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
+        """Activations with values of bf16, the others with values of fp32; norms' weights near 1."""
+        normal = normal_drawer(seed, dtype=torch.float64)
+        B, T, D, F = sizes.batch, sizes.tokens, sizes.channels, sizes.hidden
+        shapes: Mapping[str, tuple] = {
+            "tokens": (B, T, D),
+            "x": (B, T, D if sizes.kind == "gated_linear" else 2 * D),
+            "z": (B, T, 2, D),
+            "gate": (B, T, D),
+        }
+        others = {
+            "conv_norm": {"weight": (D, 3, 3), "gamma": (D,), "beta": (D,)},
+            "scan_convs": {"k_weight": (2 * D, 4), "k_bias": (2 * D,), "q_weight": (2 * D, 4), "q_bias": (2 * D,)},
+            "gated_norm": {"weight": (D,), "bias": (D,)},
+            "gated_linear": {"weight": (2 * F, D), "bias": (2 * F,)},
+        }[sizes.kind]
+        outs = {"conv_norm": (2, B, T, D), "scan_convs": (2, B, T, 2 * D), "gated_norm": (B, T, D), "gated_linear": (B, T, F + ONES)}
+        found = []
+        for name in self.INPUTS:
+            if name in self.ACTIVATIONS:
+                found.append(normal(*shapes[name]).bfloat16().double())
+            else:
+                mean = 1.0 if name == "gamma" or (name, sizes.kind) == ("weight", "gated_norm") else 0.0
+                found.append(normal(*others[name], scale=0.2, mean=mean).float().double())
+        return [x.to(device) for x in (*found, normal(*outs[sizes.kind]).bfloat16().double())]
+
+    def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
+        options: dict[str, Any] = {"conv_norm": {"height": sizes.height, "eps": EPS}, "gated_norm": {"eps": EPS}}.get(sizes.kind, {})
+        return partial(getattr(op, sizes.kind), **options)
+
+    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Any:
+        if sizes.kind == "conv_norm":
+            return ConvNorm(*inputs, sizes.height, EPS)
+        if sizes.kind == "gated_norm":
+            return GatedNorm(*inputs, EPS)
+        return {"scan_convs": ScanConvs, "gated_linear": GatedLinear}[sizes.kind](*inputs)
+
+    def ragged(self, interpreted: bool) -> list[Sizes]:
+        lengths = ((1, 1), (2, 1), (35, 5), (81, 9)) if interpreted else ((1, 1), (2, 1), (3, 3), (35, 5), (81, 9), (196, 14), (1610, 35))
+        return [dataclasses.replace(self.PLAIN, tokens=tokens, height=height) for tokens, height in lengths]
+
+    def variants(self) -> Iterator[tuple[str, Sizes]]:
+        for channels in (16, 24, 192):
+            yield "width", dataclasses.replace(self.PLAIN, channels=channels)
+
+    def shapes(self) -> list[Sizes]:
+        return [
+            Sizes(tokens=tokens, height=int(tokens**0.5), channels=channels, kind=self.NAME) for channels in WIDTHS for tokens in TOKENS
+        ]
+
+    def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
+        *inputs, _ = self.draw(0, sizes, device)
+        return [x.bfloat16() if name in self.ACTIVATIONS else x.float() for name, x in zip(self.INPUTS, inputs, strict=True)]
+
+    def compile_time(self, dtype: torch.dtype, channels: int = 192) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+        hidden = int(8 * channels / 3)
+        constants = {"D": channels, "WIDTH": triton.next_power_of_2(channels), "HIDDEN": hidden, "PAD": ONES}
+        return {"channels": channels}, constants, (dtype, channels)
+
+    def kernels(
+        self, arguments: Any, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+    ) -> tuple[Tensor, ...]:
+        out = getattr(triton_fwd, self.NAME)(arguments, config)
+        return out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)
+
+
+def make(
+    name: str,
+    custom_op: Any,
+    inputs: tuple[str, ...],
+    activations: tuple[str, ...],
+    kernels: Mapping[str, tuple],
+    operands: tuple[str, ...],
+) -> AroundCases:
+    """The cases of the operator of that name. `kernels`: name -> candidates, kernel."""
+    plain = Sizes(batch=2, tokens=35, height=5, channels=24, kind=name)
+    return AroundCases(
+        NAME=name,
+        op=SimpleNamespace(CUSTOM_OP=custom_op, selected_backend=partial(op.selected_backend, leading=custom_op.leading)),
+        triton_fwd=triton_fwd,
+        triton_bwd=triton_bwd,
+        INPUTS=inputs,
+        ACTIVATIONS=activations,
+        PLAIN=plain,
+        OUT_BATCH=int(name in ("conv_norm", "scan_convs")),
+        SMALL=dataclasses.replace(plain, tokens=6, height=2, channels=16),
+        TYPICAL=dataclasses.replace(plain, tokens=196, height=14),
+        LONG=(dataclasses.replace(plain, batch=1, tokens=6400, height=80),),
+        COMPARED=Sizes(tokens=6400, height=80, channels=192, kind=name),
+        GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 60, " %")},
+        AT="B 64, T 6400, 192 channels, bf16",
+        KERNELS={f"{name}_{part}": (SimpleNamespace(configs=configs), kernel, {}) for part, (configs, kernel) in kernels.items()},
+        OPERANDS=(*activations, *operands, "out", "dout"),
+        TYPES={"eps": "fp32", "size": "i64"},
+    )
+
+
+CASES = (
+    make(
+        "conv_norm",
+        op.CONV_NORM,
+        ("tokens", "weight", "gamma", "beta"),
+        ("tokens",),
+        {
+            "forward": (triton_fwd.row_configs, triton_fwd.conv_norm_kernel),
+            "backward_norm": (triton_bwd.row_configs, triton_bwd.norm_backward_kernel),
+            "backward": (triton_bwd.row_configs, triton_bwd.conv_backward_kernel),
+        },
+        ("g", "dtokens"),
+    ),
+    make(
+        "scan_convs",
+        op.SCAN_CONVS,
+        ("x", "k_weight", "k_bias", "q_weight", "q_bias"),
+        ("x",),
+        {
+            "forward": (triton_fwd.block_configs, triton_fwd.scan_convs_kernel),
+            "backward": (triton_bwd.block_configs, triton_bwd.scan_convs_backward_kernel),
+        },
+        ("dx",),
+    ),
+    make(
+        "gated_norm",
+        op.GATED_NORM,
+        ("z", "gate", "weight", "bias"),
+        ("z", "gate"),
+        {
+            "forward": (triton_fwd.row_configs, triton_fwd.gated_norm_kernel),
+            "backward": (triton_bwd.row_configs, triton_bwd.gated_norm_backward_kernel),
+        },
+        ("dz", "dgate"),
+    ),
+    make(
+        "gated_linear",
+        op.GATED_LINEAR,
+        ("x", "weight", "bias"),
+        ("x",),
+        {
+            "forward": (triton_fwd.product_configs, triton_fwd.gated_linear_kernel),
+            "backward": (triton_bwd.activation_configs, triton_bwd.activation_backward_kernel),
+        },
+        ("weight", "h", "dh"),
+    ),
+)
