@@ -1,8 +1,8 @@
 """How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and FLOP formulas.
 
 To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation.
-Which of the backends `torch` and `triton` runs is decided inside it, from device, dtype and sizes. Triton's files, and Triton with
-them, are imported nowhere else. The backend `reference` is plain operations under autograd.
+Which of the backends `torch`, `triton` and `numba` runs is decided inside it, from device, dtype and sizes. The files of Triton and
+numba, and these packages with them, are imported nowhere else. The backend `reference` is plain operations under autograd.
 """
 
 import itertools
@@ -47,10 +47,11 @@ class CustomOp:
         name: of the operator.
         arguments: the NamedTuple class of x.
         leading: the argument whose device the output has, and whose dtype unless the arguments have an `out_dtype`.
-        select: (backend, x) -> the backend that runs, `torch` or `triton`; may raise a ValueError.
+        select: (backend, x) -> the backend that runs, `torch`, `triton` or `numba`; may raise a ValueError.
         reference: x -> the output, by plain operations under autograd.
         torch_path: the module of the backend `torch`.
         load_triton: imports the modules of the backend `triton`.
+        load_loops: imports the module of the backend `numba`, where there is one.
         result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (that of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.
         kept: the results of `forward` that `backward` takes, of `out` and `states`.
@@ -66,6 +67,7 @@ class CustomOp:
         reference: Callable[[Any], Tensor],
         torch_path: ModuleType,
         load_triton: LoadTriton,
+        load_loops: Callable[[], ModuleType] | None = None,
         result_shapes: Callable[..., Sequence[Sequence[int]]],
         forward_flops: Callable[[Any], int],
         backward_flops: Callable[[Any], int],
@@ -76,7 +78,7 @@ class CustomOp:
         self._is_tensor = [type_.startswith("Tensor") for type_ in declared.values()]
         self._has_states = "states" in kept
         self._select, self._reference, self._torch_path, self._load_triton = select, reference, torch_path, load_triton
-        self._result_shapes = result_shapes
+        self._load_loops, self._result_shapes = load_loops, result_shapes
 
         inputs = ", ".join(f"{type_} {argument}" for argument, type_ in declared.items()) + ", str backend"
         more, results = (", bool keep_states", "(Tensor, Tensor)") if self._has_states else ("", "Tensor")
@@ -112,7 +114,10 @@ class CustomOp:
             chosen = self._select(backend, x)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-        return (self._torch_path, self._torch_path) if chosen == "torch" else self._load_triton()
+        if chosen == "triton":
+            return self._load_triton()
+        module = self._load_loops() if chosen == "numba" and self._load_loops else self._torch_path
+        return module, module
 
     def _split_forward(self, values: Sequence[Any]) -> tuple[Any, str, Sequence[bool]]:
         """The arguments, the backend, and keep_states where the operator has it."""

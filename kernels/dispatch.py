@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "triton", "torch", "reference")
+BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # imports an operator's Triton files: the modules with `forward` and with `backward`
@@ -33,11 +33,14 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
-def choose_backend(backend: str, device: torch.device | str, leading: str, load_triton: LoadTriton, *sizes: Any) -> str:
-    """The backend that will run for a request: `triton`, `torch` or `reference`.
+def choose_backend(
+    backend: str, device: torch.device | str, leading: str, load_triton: LoadTriton, *sizes: Any, has_loops: bool = False
+) -> str:
+    """The backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
 
-    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes, else `torch`; where a machine with a
-    GPU lacks the compiler that Triton needs, a warning says so once.
+    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes; on a CPU `numba`, where the package is
+    installed and the operator has loops for it; else `torch`. Where a machine with a GPU lacks the compiler that Triton needs, a
+    warning says so once.
 
     Args:
         backend: the request.
@@ -45,20 +48,33 @@ def choose_backend(backend: str, device: torch.device | str, leading: str, load_
         leading: the name of the argument by which all others are measured, for messages.
         load_triton: imports the operator's Triton files.
         sizes: what the operator's `triton_fwd.unsupported` takes.
+        has_loops: whether the operator has a backend `numba`.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run there.
     """
     check_backend(backend)
     device = torch.device(device)
-    if backend == "auto" and device.type != "cuda":
-        return "torch"
+    if backend == "numba" or (backend == "auto" and device.type != "cuda"):
+        obstacle = loops_obstacle(device, leading, has_loops)
+        if obstacle and backend == "numba":
+            raise ValueError(f"backend 'numba': {obstacle}; use auto, torch or reference")
+        return "torch" if obstacle else "numba"
     if backend in ("auto", "triton"):
         obstacle = package_obstacle(device) or triton_obstacle(device, leading, load_triton, sizes)
         if obstacle and backend == "triton":
             raise ValueError(f"backend 'triton': {obstacle}; use auto, torch or reference")
         return "torch" if obstacle else "triton"
     return backend
+
+
+def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str | None:
+    """What keeps numba's loops from running an operator on a device, or None."""
+    if not has_loops:
+        return "this operator has no loops for it"
+    if device.type != "cpu":
+        return f"{leading} is on {device}, expected the CPU"
+    return None if importlib.util.find_spec("numba") else "the package numba is not installed"
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
         import torch
 
         from kernels import selected_backend
-        from kernels.dispatch import compiler_obstacle, find_compiler
+        from kernels.dispatch import compiler_obstacle, find_compiler, loops_obstacle
     except Exception as error:  # a broken installation fails in many ways
         yield "error", "torch and kernels", f"cannot be imported ({_first_line(error)}): {INSTALL}"
         return
@@ -168,6 +168,8 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
             reason = f", not triton: {_find_obstacle(lambda: selected_backend('triton', device, dtype=torch.bfloat16))}"
         if device == "cpu" or backend == "triton":
             yield "ok", "TTT-Linear", f"{backend} on {device}{reason}"
+            if device == "cpu" and (obstacle := loops_obstacle(torch.device(device), "", True)):
+                yield "note", "scans", f"torch on cpu, several times slower than numba: {obstacle}: {INSTALL}"
         else:
             fix = INSTALL if installed_version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
             yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"

@@ -12,7 +12,9 @@ app = typer.Typer(help="Check and time the Triton kernels.", no_args_is_help=Tru
 
 STAGE = Stage(purpose="prove")
 
-Op = Annotated[str | None, typer.Option("--op", help="Only this operator, such as ttt_linear or selective_scan; an unknown name lists them.")]
+Op = Annotated[
+    str | None, typer.Option("--op", help="Only this operator, such as ttt_linear or selective_scan; an unknown name lists them.")
+]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Stop after this time; the next call continues.")]
 
 

@@ -27,7 +27,7 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
         w: (C,), the decay per token; if negative, far tokens weigh more.
         u: (C,), the bonus of the token itself. w and u are fp32 or of k's dtype.
         k, v: (B,T,C), of one dtype: fp64, fp32, bf16 or fp16.
-        backend: `auto`, `triton`, `torch` or `reference`; see `selected_backend`.
+        backend: `auto`, `triton`, `numba`, `torch` or `reference`; see `selected_backend`.
 
     Returns:
         out (B,T,C) in k's dtype.
@@ -44,20 +44,26 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
 
 
 def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that will run for a request, `triton`, `torch` or `reference`; every result records it.
+    """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
-    under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device.
-    `reference` is the equation over all pairs of tokens under autograd. `auto` takes `triton` on a GPU that can run it, else `torch`.
-    `dtype` is k's. Errors are those of `dispatch.choose_backend`.
+    under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched PyTorch operations with a hand-written backward pass, for any device.
+    `reference` is the equation over all pairs of tokens under autograd. `auto` takes `triton` on a GPU that can run it, `numba` on a CPU
+    where it is installed, else `torch`. `dtype` is k's. Errors are those of `dispatch.choose_backend`.
     """
-    return dispatch.choose_backend(backend, device, "k", _load_triton, dtype)
+    return dispatch.choose_backend(backend, device, "k", _load_triton, dtype, has_loops=True)
 
 
 def _load_triton():
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd
+
+
+def _load_loops():
+    from . import numba_path
+
+    return numba_path
 
 
 def forward_flops(shape: Sequence[int]) -> int:
@@ -87,6 +93,7 @@ CUSTOM_OP = CustomOp(
     reference=lambda x: bi_wkv_formula(*x),
     torch_path=torch_path,
     load_triton=_load_triton,
+    load_loops=_load_loops,
     result_shapes=lambda module, x, keep_states: (x.k.shape, module.states_shape(x.k.shape, keep_states)),
     forward_flops=lambda x: forward_flops(x.k),
     backward_flops=lambda x: backward_flops(x.k),

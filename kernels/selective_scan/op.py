@@ -47,7 +47,7 @@ def selective_scan(
         z: (B,T,E), u's dtype; None leaves the gate out.
         reverse: scan from t = T−1 to 0: the same as flipping u, delta, B, C and z along T, scanning forward, and flipping the output.
         full_precision: return out in the dtype of the state instead of u's.
-        backend: `auto`, `triton`, `torch` or `reference`; see `selected_backend`.
+        backend: `auto`, `triton`, `numba`, `torch` or `reference`; see `selected_backend`.
 
     Returns:
         out (B,T,E) in u's dtype, or with `full_precision` in that of the state.
@@ -137,21 +137,27 @@ def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | 
 
 
 def selected_backend(backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that will run for a request, `triton`, `torch` or `reference`; every result records it.
+    """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
-    under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
+    under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
     `reference` is the recurrence under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU
-    that can run these sizes, else `torch`.
+    that can run these sizes, `numba` on a CPU where it is installed, else `torch`.
     `state_dim` and `dtype` are N and u's dtype. Errors are those of `dispatch.choose_backend`.
     """
-    return dispatch.choose_backend(backend, device, "u", _load_triton, int(state_dim), dtype)
+    return dispatch.choose_backend(backend, device, "u", _load_triton, int(state_dim), dtype, has_loops=True)
 
 
 def _load_triton():
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd
+
+
+def _load_loops():
+    from . import numba_path
+
+    return numba_path
 
 
 def _reference(x: Arguments) -> Tensor:
@@ -213,6 +219,7 @@ CUSTOM_OP = CustomOp(
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,
+    load_loops=_load_loops,
     result_shapes=lambda module, x, keep_states: (x.delta.shape, module.states_shape(x.delta.shape, x.A.shape[-1], keep_states)),
     forward_flops=lambda x: forward_flops(x.delta, x.A[-1]),
     backward_flops=lambda x: backward_flops(x.delta, x.A[-1]),

@@ -93,7 +93,11 @@ class AroundCases(cases.Cases):
         return {"scan_convs": ScanConvs, "gated_linear": GatedLinear}[sizes.kind](*inputs)
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
-        lengths = ((1, 1), (2, 1), (35, 5), (81, 9)) if interpreted else ((1, 1), (2, 1), (3, 3), (35, 5), (81, 9), (196, 14), (1610, 35))
+        lengths = (
+            ((1, 1), (2, 1), (35, 5), (81, 9))
+            if interpreted
+            else ((1, 1), (2, 1), (3, 3), (35, 5), (81, 9), (196, 14), (197, 1), (4200, 60))
+        )
         return [dataclasses.replace(self.PLAIN, tokens=tokens, height=height) for tokens, height in lengths]
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:

@@ -90,6 +90,7 @@ CASES = BiWKVCases(
     op=op,
     triton_fwd=triton_fwd,
     triton_bwd=triton_bwd,
+    CPU_BACKENDS=("numba", "torch"),
     INPUTS=("w", "u", "k", "v"),
     ACTIVATIONS=("k", "v"),
     FLOOR=1.0,  # values and output gradients have that size; at one token the gradients of w, u and k are zero

@@ -68,6 +68,7 @@ class Cases(abc.ABC):
     INPUTS: tuple[str, ...]  # the names of its tensor inputs; one that some sizes do without is None there
     ACTIVATIONS: tuple[str, ...]  # those that a layer under autocast gives it in low precision
     OPTIONS: tuple[str, ...] = ()  # the sizes that `op.selected_backend` takes
+    CPU_BACKENDS: tuple[str, ...] = ("torch",)  # besides the reference; `auto` takes the first
     OUT_BATCH: int = 0  # the axis of the output that is the samples'
     FLOOR: float = 0.0  # errors are relative to a norm of at least this
     SMALL: Sizes  # for tests

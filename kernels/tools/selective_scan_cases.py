@@ -181,6 +181,7 @@ CASES = SelectiveScanCases(
     op=op,
     triton_fwd=triton_fwd,
     triton_bwd=triton_bwd,
+    CPU_BACKENDS=("numba", "torch"),
     INPUTS=("u", "delta", "A", "B", "C", "D", "z", "delta_bias"),
     ACTIVATIONS=("u", "delta", "B", "C", "z"),
     FLOOR=1.0,  # at one token the gradient of A is zero

@@ -106,6 +106,11 @@ class TTTLinearCases(cases.Cases):
     def compile_time(self, dtype: torch.dtype, chunk_size: int = 16, width: int = 64) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         return {"chunk_size": chunk_size}, triton_fwd.constants(width, chunk_size), (dtype, chunk_size, width)
 
+    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> tuple[Tensor, ...]:
+        """In one phase or two, as `config` is."""
+        out, states = triton_phases.forward(arguments, True, config)
+        return out, *triton_bwd.backward(dout, states, arguments, backward_config)
+
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[Any]]:
         """Of both passes also the pairs of configs of their two launches."""
         forward, backward = super().configs(dtype)

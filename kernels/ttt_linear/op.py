@@ -125,9 +125,9 @@ def selected_backend(
 
 
 def _load_triton():
-    from . import triton_bwd, triton_fwd
+    from . import triton_bwd, triton_phases
 
-    return triton_fwd, triton_bwd
+    return triton_phases, triton_bwd
 
 
 def _reference(x: Arguments) -> Tensor:

@@ -20,7 +20,6 @@ Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -243,15 +242,11 @@ def token_rows(v: Tensor) -> int | None:
     return rows if same and not rest and rows >= R * H else None
 
 
-def forward(x: Arguments, keep_states: bool, config: Any = None) -> tuple[Tensor, Tensor]:
+def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
     """out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each. For sizes that are not `unsupported`.
 
-    `config` is one of `configs`, or a `triton_phases.TwoPhases`; None takes two phases where programs are few, and tunes.
+    `config` is one of `configs`; None tunes. It is what `triton_phases.forward` calls for one phase.
     """
-    from . import triton_phases  # which is built on this module
-
-    if isinstance(config, triton_phases.TwoPhases) or (config is None and triton_phases.takes_two_phases(x)):
-        return triton_phases.forward(x, keep_states, config)
     arguments = shared_arguments(x)
     if (rows := token_rows(x.v)) is None:
         rows, arguments["v_ptr"] = x.v.shape[2] * x.v.shape[3], x.v.contiguous()

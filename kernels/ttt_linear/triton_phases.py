@@ -23,8 +23,11 @@ from torch import Tensor
 
 from ..dispatch import find_gpu
 from ..triton_launch import launch
+from . import triton_fwd
 from .reference import Arguments
+from .triton_fwd import INTERPRETED as INTERPRETED  # this module stands for the operator's forward pass
 from .triton_fwd import alive, place, shared_arguments, start_state, states_shape, token_rows
+from .triton_fwd import unsupported as unsupported
 
 CHUNK_SIZE, WIDEST, ROWS = 16, 64, 64
 
@@ -197,8 +200,15 @@ def takes_two_phases(x: Arguments) -> bool:
     return gpu is not None and gpu.multi_processor_count >= B * R * H and are_written_for(x.q.dtype, x.chunk_size, D)
 
 
-def forward(x: Arguments, keep_states: bool, config: TwoPhases | None = None) -> tuple[Tensor, Tensor]:
-    """As `triton_fwd.forward`, for chunks of 16 tokens and D up to 64. None tunes."""
+def forward(x: Arguments, keep_states: bool, config: triton.Config | TwoPhases | None = None) -> tuple[Tensor, Tensor]:
+    """out and states as `triton_fwd.forward`, in one phase or in two as `config` is; None takes two where programs are few, and tunes."""
+    if isinstance(config, TwoPhases) or (config is None and takes_two_phases(x)):
+        return run_both(x, keep_states, config)
+    return triton_fwd.forward(x, keep_states, config)
+
+
+def run_both(x: Arguments, keep_states: bool, config: TwoPhases | None) -> tuple[Tensor, Tensor]:
+    """As `forward` in two phases, for chunks of 16 tokens and D up to 64. None tunes."""
     B, T, R, H, D = x.q.shape
     arguments = shared_arguments(x)
     if (rows := token_rows(x.v)) is None:

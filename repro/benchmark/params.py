@@ -104,7 +104,7 @@ class EfficiencyParams:
     image_sizes: tuple[int, ...] = bounded(ge=1)
     batch_size: int = bounded(1, ge=1)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    backend: Literal["auto", "torch", "triton", "reference"] = "auto"
+    backend: Literal["auto", "torch", "numba", "triton", "reference"] = "auto"
     steps: int = bounded(10, ge=10)
     warmup: int = bounded(2, ge=1)
     budget_s: float = bounded(120.0, gt=0)

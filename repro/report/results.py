@@ -41,7 +41,7 @@ DRAWN_CLASSES = 1000
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
-_BACKENDS = ("triton", "torch")  # of two rows that measure the same, the one of the first backend counts, then a quiet one
+_BACKENDS = ("triton", "numba", "torch")  # of two rows that measure the same, the one of the first backend counts, then a quiet one
 
 
 class Missing(Exception):

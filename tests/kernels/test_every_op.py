@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -16,10 +17,8 @@ from kernels.tools import check
 from kernels.tools.cases import BOTH_PASSES, FORWARD, ROUNDING
 from kernels.tools.operators import INTERPRETED, OPERATORS
 
-BACKEND = "triton" if INTERPRETED else "torch"
 # the highest precision that the backend has, for gradients that are compared
 EXACT = torch.float32 if INTERPRETED else torch.float64
-BACKENDS = pytest.mark.parametrize("backend", [BACKEND] if INTERPRETED else ["torch", "reference"])
 # what lies around the backends is the same for all of them, and the interpreter is slow
 once = pytest.mark.skipif(INTERPRETED, reason="tested on the torch backend, and the same for every backend")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a limit of Triton's interpreter: TRITON_INTERPRET=1")
@@ -28,6 +27,25 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="a limit of Triton's in
 @pytest.fixture(params=OPERATORS)
 def cases(request):
     return OPERATORS[request.param]
+
+
+def backends_of(cases):
+    return ("triton",) if INTERPRETED else cases.CPU_BACKENDS
+
+
+@pytest.fixture(params=["triton"] if INTERPRETED else ["numba", "torch"])
+def backend(request, cases):
+    """Each backend of the custom op that runs here."""
+    if request.param not in backends_of(cases):
+        pytest.skip("the operator has no such backend")
+    return request.param
+
+
+@pytest.fixture(params=["triton"] if INTERPRETED else ["numba", "torch", "reference"])
+def any_backend(request, cases):
+    if request.param not in (*backends_of(cases), "reference"):
+        pytest.skip("the operator has no such backend")
+    return request.param
 
 
 def draw(cases, dtype=EXACT, sizes=None, seed=0):
@@ -41,7 +59,7 @@ def differentiate(function, inputs):
     return out, *torch.autograd.grad(out.square().sum(), inputs)
 
 
-def operator(cases, backend=BACKEND, sizes=None):
+def operator(cases, backend, sizes=None):
     function = cases.bind(sizes or cases.SMALL)
     return lambda *inputs: function(*inputs, backend=backend)
 
@@ -69,14 +87,14 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
         assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
         return
     inputs, want = check.draw_case(cases, sizes, 0)
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    for backend, dtype in itertools.product(cases.CPU_BACKENDS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)):
         given = check.cast(cases, inputs, dtype)
         with check.poisoned_memory():
-            got = check.differentiate(cases, given, sizes, "torch")
+            got = check.differentiate(cases, given, sizes, backend)
         errors = check.relative_errors(got, want, cases.FLOOR)
         own = {name: 1e-9 if dtype == torch.float64 else cases.limit(name, torch.float32, sizes) for name in errors}
         limits = {name: own[name] + (ROUNDING[dtype] if got[name].dtype == dtype else 0.0) for name in errors}
-        assert check.judge(errors, limits)["passed"], (dtype, errors, limits)
+        assert check.judge(errors, limits)["passed"], (backend, dtype, errors, limits)
         out_dtype = compute_dtype(dtype) if getattr(sizes, "full_precision", False) else dtype
         assert [x.dtype for x in got.values()] == [out_dtype, *(x.dtype for x in given[:-1] if x is not None)]
 
@@ -88,28 +106,27 @@ def test_memory_is_poisoned():
 
 
 @once
-@BACKENDS
-def test_gradcheck(cases, backend):
+def test_gradcheck(cases, any_backend):
     inputs, _ = draw(cases)
-    assert torch.autograd.gradcheck(operator(cases, backend), inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(operator(cases, any_backend), inputs, fast_mode=True)
 
 
-def test_opcheck(cases):
+def test_opcheck(cases, backend):
     inputs, _ = draw(cases)
     detached = [x.detach() for x in inputs]
     op, keep = cases.op.CUSTOM_OP, bool(cases.op.CUSTOM_OP.kept)
     arguments = cases.arguments(detached, cases.SMALL)
-    torch.library.opcheck(op.forward, (*cases.arguments(inputs, cases.SMALL), BACKEND, *[True] * keep))
-    torch.library.opcheck(op.forward, (*arguments, BACKEND, *[False] * keep))
-    results = op.forward(*arguments, BACKEND, *[True] * keep)
+    torch.library.opcheck(op.forward, (*cases.arguments(inputs, cases.SMALL), backend, *[True] * keep))
+    torch.library.opcheck(op.forward, (*arguments, backend, *[False] * keep))
+    results = op.forward(*arguments, backend, *[True] * keep)
     results = dict(zip(("out", "states"), results, strict=True)) if keep else {"out": results}
-    torch.library.opcheck(op.backward, (results["out"], *(results[name] for name in op.kept), *arguments, BACKEND))
+    torch.library.opcheck(op.backward, (results["out"], *(results[name] for name in op.kept), *arguments, backend))
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=once)])
-def test_compiles_to_one_graph(cases, dynamic):
+def test_compiles_to_one_graph(cases, dynamic, backend):
     torch.compiler.reset()
-    function = operator(cases)
+    function = operator(cases, backend)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     inputs, _ = draw(cases, torch.float32)
     for given in (inputs, draw(cases, torch.float32, dataclasses.replace(cases.SMALL, batch=5))[0]):
@@ -132,24 +149,23 @@ def test_exports_without_the_custom_op(cases):
     torch.testing.assert_close(exported.module()(*inputs), Layer()(*inputs))
 
 
-@BACKENDS
-def test_autocast_does_not_reach_inside(cases, backend):
+def test_autocast_does_not_reach_inside(cases, any_backend):
     inputs, _ = draw(cases, torch.float32)
-    function = operator(cases, backend)
+    function = operator(cases, any_backend)
     out = function(*inputs)
     expected = torch.autograd.grad(out.square().sum(), inputs)
     with torch.autocast("cpu", torch.bfloat16):
         under = function(*inputs)
     # autograd's own operations follow an autocast that is on during the backward pass; the operator does not
-    with torch.autocast("cpu", torch.bfloat16, enabled=backend != "reference"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=any_backend != "reference"):
         gradients = torch.autograd.grad(under.square().sum(), inputs)
     assert_equal((under, *gradients), (out, *expected))
 
 
-def test_low_precision_activations_under_autocast(cases):
+def test_low_precision_activations_under_autocast(cases, backend):
     """As a layer gives them: activations in fp16, parameters in fp32; each gradient has the dtype of its input."""
     inputs, _ = draw(cases, torch.float16)
-    function = operator(cases)
+    function = operator(cases, backend)
     expected = differentiate(function, inputs)
     with torch.autocast("cpu", torch.float16):
         out = function(*inputs)
@@ -160,70 +176,70 @@ def test_low_precision_activations_under_autocast(cases):
     assert [x.dtype for x in gradients] == [x.dtype for x in inputs]
 
 
-def test_parameters_in_low_precision(cases):
+def test_parameters_in_low_precision(cases, backend):
     """They give what fp32 parameters of the same values give, with gradients in their own dtype."""
     low = [x.detach().half() for x in draw(cases)[0]]
     as_fp32 = [
         x.requires_grad_() if name in cases.ACTIVATIONS else x.float().requires_grad_() for name, x in zip(cases.INPUTS, low, strict=True)
     ]
     low = [x.clone().requires_grad_() for x in low]
-    results, expected = (differentiate(operator(cases), given) for given in (low, as_fp32))
+    results, expected = (differentiate(operator(cases, backend), given) for given in (low, as_fp32))
     assert {x.dtype for x in results} == {torch.float16}
     assert_equal(results, [x.half() for x in expected])
 
 
 @once
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(cases, reentrant):
+def test_checkpointing(cases, reentrant, backend):
     inputs, _ = draw(cases)
-    _, *expected = differentiate(operator(cases), inputs)
-    checkpoint(operator(cases), *inputs, use_reentrant=reentrant).square().sum().backward()
+    _, *expected = differentiate(operator(cases, backend), inputs)
+    checkpoint(operator(cases, backend), *inputs, use_reentrant=reentrant).square().sum().backward()
     assert_equal([x.grad for x in inputs], expected)
 
 
 @once
-def test_only_the_gradients_that_are_wanted(cases):
+def test_only_the_gradients_that_are_wanted(cases, backend):
     inputs, _ = draw(cases)
-    _, *expected = differentiate(operator(cases), inputs)
+    _, *expected = differentiate(operator(cases, backend), inputs)
     for i, gradient in enumerate(expected):
         some = [x.detach().clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
-        operator(cases)(*some).square().sum().backward()
+        operator(cases, backend)(*some).square().sum().backward()
         assert [x.grad is not None for x in some] == [i == j for j in range(len(inputs))]
         assert torch.equal(some[i].grad, gradient)
-    assert not operator(cases)(*(x.detach() for x in inputs)).requires_grad
+    assert not operator(cases, backend)(*(x.detach() for x in inputs)).requires_grad
 
 
-def test_without_a_gradient_nothing_is_kept(cases):
+def test_without_a_gradient_nothing_is_kept(cases, backend):
     """And the output is the same."""
     op = cases.op.CUSTOM_OP
     if not op.kept:
         pytest.skip("it never keeps anything but its inputs")
     inputs, _ = draw(cases, torch.float32, cases.ragged(True)[-1])
     arguments = cases.arguments([x.detach() for x in inputs], cases.ragged(True)[-1])
-    (kept, _), (out, states) = (op.forward(*arguments, BACKEND, keep) for keep in (True, False))
+    (kept, _), (out, states) = (op.forward(*arguments, backend, keep) for keep in (True, False))
     assert torch.equal(out, kept) and states.numel() == 0
 
 
 @once
-def test_states_are_asked_for_only_where_a_gradient_will_be(cases, monkeypatch):
+def test_states_are_asked_for_only_where_a_gradient_will_be(cases, monkeypatch, backend):
     op, asked = cases.op.CUSTOM_OP, []
     if not op.kept:
         pytest.skip("it never keeps anything but its inputs")
     forward = op.forward
     monkeypatch.setattr(op, "forward", lambda *values: asked.append(values[-1]) or forward(*values))
     inputs, _ = draw(cases)
-    operator(cases)(*inputs)
-    operator(cases)(*(x.detach() for x in inputs))
+    operator(cases, backend)(*inputs)
+    operator(cases, backend)(*(x.detach() for x in inputs))
     with torch.no_grad():
-        operator(cases)(*inputs)
+        operator(cases, backend)(*inputs)
     assert asked == [True, False, False]
 
 
 @once
-def test_the_second_derivative_is_refused(cases):
+def test_the_second_derivative_is_refused(cases, backend):
     inputs, _ = draw(cases)
     leading = inputs[cases.INPUTS.index(cases.op.CUSTOM_OP.leading)]
-    (gradient,) = torch.autograd.grad(operator(cases)(*inputs).square().sum(), leading, create_graph=True)
+    (gradient,) = torch.autograd.grad(operator(cases, backend)(*inputs).square().sum(), leading, create_graph=True)
     with pytest.raises(RuntimeError, match=f"{cases.NAME}: this backend has no second derivative; backend='reference' has one"):
         gradient.sum().backward()
     (gradient,) = torch.autograd.grad(operator(cases, "reference")(*inputs).square().sum(), leading, create_graph=True)
@@ -232,20 +248,21 @@ def test_the_second_derivative_is_refused(cases):
 
 @once
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_flops_are_those_of_the_sizes(cases, device):
+def test_flops_are_those_of_the_sizes(cases, device, backend):
     """`test_bench.py` has the counts by hand. On the meta device there is neither memory nor arithmetic."""
     inputs = [x.detach().to(device).requires_grad_() for x in draw(cases)[0]]
+    backend = "torch" if device == "meta" else backend
     with FlopCounterMode(display=False) as counter:
-        out = operator(cases)(*inputs)
+        out = operator(cases, backend)(*inputs)
     assert counter.get_total_flops() == cases.SMALL.flop(FORWARD)
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == cases.SMALL.flop(BOTH_PASSES) - cases.SMALL.flop(FORWARD)
 
 
-def test_two_runs_give_the_same_bits(cases):
+def test_two_runs_give_the_same_bits(cases, backend):
     inputs, _ = draw(cases, torch.float32, None if INTERPRETED else cases.TYPICAL)
-    function = operator(cases, sizes=None if INTERPRETED else cases.TYPICAL)
+    function = operator(cases, backend, sizes=None if INTERPRETED else cases.TYPICAL)
     assert_equal(differentiate(function, inputs), differentiate(function, inputs))
 
 
@@ -258,12 +275,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_are_left_alone_and_may_be_strided(cases, layout):
+def test_inputs_are_left_alone_and_may_be_strided(cases, layout, backend):
     """They give what their contiguous copies give, and so does a dout in that layout."""
     inputs, dout = draw(cases)
     strided = [LAYOUTS[layout](x.detach()) for x in (*inputs, dout)]
     plain, before = ([x.clone(memory_format=torch.contiguous_format) for x in strided] for _ in range(2))
-    results, expected = (check.differentiate(cases, given, cases.SMALL, BACKEND) for given in (strided, plain))
+    results, expected = (check.differentiate(cases, given, cases.SMALL, backend) for given in (strided, plain))
     for name in expected:
         torch.testing.assert_close(results[name], expected[name], msg=name)
     assert_equal(strided, before)
@@ -275,33 +292,31 @@ def per_image(cases):
     return [a != b for a, b in zip(*shapes, strict=True)]
 
 
-@BACKENDS
-def test_nan_stays_in_its_image(cases, backend):
+def test_nan_stays_in_its_image(cases, any_backend):
     """In one image's input it fills no other image's output, and reaches that image's own; in a parameter it reaches the output."""
     inputs = [x.detach() for x in draw(cases)[0]]
-    expected = operator(cases, backend)(*inputs)
+    expected = operator(cases, any_backend)(*inputs)
     for i, (name, own) in enumerate(zip(cases.INPUTS, per_image(cases), strict=True)):
         bad = inputs[i].clone()
         bad[1 if own else ...] = float("nan")
-        out = operator(cases, backend)(*inputs[:i], bad, *inputs[i + 1 :])
+        out = operator(cases, any_backend)(*inputs[:i], bad, *inputs[i + 1 :])
         assert out.select(cases.OUT_BATCH, 1).isnan().any(), name
         if own:
             torch.testing.assert_close(out.select(cases.OUT_BATCH, 0), expected.select(cases.OUT_BATCH, 0), msg=name)
 
 
-@BACKENDS
-def test_one_image_alone_is_as_among_others(cases, backend):
+def test_one_image_alone_is_as_among_others(cases, any_backend):
     inputs = [x.detach() for x in draw(cases)[0]]
     alone = [x[1:2] if own else x for x, own in zip(inputs, per_image(cases), strict=True)]
-    torch.testing.assert_close(operator(cases, backend)(*alone), operator(cases, backend)(*inputs).narrow(cases.OUT_BATCH, 1, 1))
+    torch.testing.assert_close(operator(cases, any_backend)(*alone), operator(cases, any_backend)(*inputs).narrow(cases.OUT_BATCH, 1, 1))
 
 
 def test_choice_of_a_backend(cases):
     select, leading = cases.select, cases.op.CUSTOM_OP.leading
-    assert select("auto", cases.SMALL, torch.float32, "cpu") == "torch"  # also under the interpreter, which is slow
+    assert select("auto", cases.SMALL, torch.float32, "cpu") == cases.CPU_BACKENDS[0]  # also under the interpreter, which is slow
     assert select("torch", cases.SMALL, torch.float32, torch.device("cpu")) == "torch"
     assert select("reference", cases.SMALL, torch.float32, "cpu") == "reference"
-    with pytest.raises(ValueError, match="'tritno', expected one of auto, triton, torch, reference"):
+    with pytest.raises(ValueError, match="'tritno', expected one of auto, triton, numba, torch, reference"):
         select("tritno", cases.SMALL, torch.float32, "cpu")
     if INTERPRETED:
         assert select("triton", cases.SMALL, torch.float32, "cpu") == "triton"
@@ -339,7 +354,7 @@ def wrong_arguments(cases):
     yield "dtype of the leading one", {leading: lead.long()}, TypeError, f"{leading} is torch.int64, expected one of fp64, fp32, bf16, fp16"
     yield "rank of the leading one", {leading: lead[0]}, ValueError, f"{leading} has shape {tuple(lead.shape[1:])}, expected (B,"
     yield "nothing in it", {leading: lead[:0]}, ValueError, "with every size at least 1"
-    yield "backend", {"backend": "cuda"}, ValueError, "backend is 'cuda', expected one of auto, triton, torch, reference"
+    yield "backend", {"backend": "cuda"}, ValueError, "backend is 'cuda', expected one of auto, triton, numba, torch, reference"
     yield "triton on the CPU", {"backend": "triton"}, ValueError, f"backend 'triton': {leading} is on cpu, expected a CUDA device"
     for name, x in inputs.items():
         yield f"{name} no tensor", {name: 0.5}, TypeError, f"{name} is float, expected a tensor"
@@ -353,11 +368,11 @@ def wrong_arguments(cases):
 
 
 @once
-def test_wrong_arguments(cases):
+def test_wrong_arguments(cases, backend):
     """One line that names the operator, the argument, what it is and what is expected."""
     inputs = dict(zip(cases.INPUTS, (x.detach() for x in draw(cases, torch.float32)[0]), strict=True))
     for what, changed, error, message in wrong_arguments(cases):
-        given = inputs | {"backend": BACKEND} | changed
+        given = inputs | {"backend": backend} | changed
         with pytest.raises(error) as caught:
             cases.bind(cases.SMALL)(*(given[name] for name in cases.INPUTS), backend=given["backend"])
         text = str(caught.value)
@@ -367,7 +382,7 @@ def test_wrong_arguments(cases):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dtypes_that_the_interpreted_kernels_do_not_take(cases, dtype):
+def test_dtypes_that_the_interpreted_kernels_do_not_take(cases, dtype, backend):
     inputs, leading = draw(cases, dtype)[0], cases.op.CUSTOM_OP.leading
     with pytest.raises(ValueError, match=f"{cases.NAME}: .*{leading} is {dtype}.*; use auto, torch or reference"):
-        operator(cases)(*inputs)
+        operator(cases, backend)(*inputs)

@@ -10,6 +10,7 @@ import torch
 from kernels.selective_scan import selective_scan
 from kernels.tools import check
 from kernels.tools.operators import OPERATORS
+from kernels.tools.resources import describe
 from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
 from repro.core.record import write_record
 
@@ -52,7 +53,7 @@ def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
     for key, which in (("config", 0), ("backward_config", 1)):
         for dtype, given_dtype in check.DTYPES.items():
             found = [asked[key] for given, asked in compared if given[3] == dtype and key in asked]
-            assert list(map(str, found)) == list(map(str, cases.configs(given_dtype)[which]))
+            assert list(map(describe, found)) == list(map(describe, cases.configs(given_dtype)[which]))
     configured = [asked for _, asked in compared if {"config", "backward_config"} & set(asked)]
     assert sum(check_ is check.repeat for _, check_, _, _ in plan) == 1 + len(configured)
     assert sum(check_ is check.compile_op for _, check_, _, _ in plan) == 1

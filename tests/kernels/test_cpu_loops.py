@@ -1,0 +1,107 @@
+"""What numba's loops share: functions against fp64, results that no number of threads changes, and machines without numba."""
+
+import math
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from kernels import cpu_loops, dispatch
+from kernels.selective_scan.op import selected_backend
+from kernels.tools import check
+from kernels.tools.operators import OPERATORS
+
+LOOPS = [name for name, cases in OPERATORS.items() if "numba" in cases.CPU_BACKENDS]
+
+
+@numba.njit
+def compute_exp2(x, out):
+    for i in range(len(x)):
+        out[i] = cpu_loops.exp2(x[i])
+
+
+@numba.njit
+def compute_sigmoid(x, out):
+    for i in range(len(x)):
+        out[i] = cpu_loops.sigmoid(x[i])
+
+
+@numba.njit
+def compute_softplus(x, out):
+    for i in range(len(x)):
+        out[i] = cpu_loops.softplus(x[i])
+
+
+FUNCTIONS = {
+    "exp2": (compute_exp2, torch.exp2, 125.0),
+    "sigmoid": (compute_sigmoid, torch.sigmoid, 80.0),
+    "softplus": (compute_softplus, lambda x: torch.nn.functional.softplus(x, threshold=1000), 80.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, dtype):
+    """Within a few roundings of fp64, over all of the range that does not underflow; at 0 to the last bit or one beside it."""
+    function, expected, largest = FUNCTIONS[name]
+    x = np.concatenate([np.linspace(-largest, largest, 20_001), np.linspace(-1, 1, 2_001), [0.0]]).astype(dtype)
+    out = np.empty_like(x)
+    function(x, out)
+    want = expected(torch.from_numpy(x).double()).numpy()
+    spacing = np.finfo(dtype).eps
+    # what is rounded before 2ˣ weighs |x| times as much after it
+    limit = 4 * spacing if name == "exp2" else spacing * (4 + 2 * np.abs(x))
+    assert (np.abs(out - want) <= limit * np.abs(want)).all()
+    assert out[-1] == pytest.approx(want[-1], rel=float(spacing))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_functions_at_what_is_no_number(dtype):
+    x = np.array([math.nan, math.inf, -math.inf, 5000.0, -5000.0], dtype)
+    for name, expected in {"exp2": [math.inf, 0, math.inf, 0], "sigmoid": [1, 0, 1, 0], "softplus": [math.inf, 0, 5000, 0]}.items():
+        out = np.empty_like(x)
+        FUNCTIONS[name][0](x, out)
+        assert np.isnan(out[0]) and out[1:].tolist() == pytest.approx(expected, abs=1e-37), name
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_number_of_threads_changes_a_bit(name):
+    """One thread has all channels of a task; many threads share them where there are fewer tasks than threads."""
+    cases = OPERATORS[name]
+    sizes = cases.TYPICAL
+    inputs, _ = check.draw_case(cases, sizes, 0)
+    given = [
+        each if each is None else each[:1] if each.shape[0] == sizes.batch > 1 else each
+        for each in check.cast(cases, inputs, torch.float32)
+    ]
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(check.differentiate(cases, given, sizes, "numba"))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for key, expected in results[0].items():
+            torch.testing.assert_close(other[key], expected, rtol=1e-5, atol=1e-6)
+            if key not in ("B", "C"):  # sums over the channels, of which each thread has some
+                assert torch.equal(other[key], expected), key
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_without_numba_torch_runs(name, monkeypatch):
+    cases = OPERATORS[name]
+    assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "numba"
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda package: None)
+    assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "torch"
+    with pytest.raises(ValueError, match="backend 'numba': the package numba is not installed; use auto, torch or reference"):
+        cases.select("numba", cases.SMALL, torch.float32, "cpu")
+
+
+def test_where_numba_cannot_run():
+    with pytest.raises(ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or reference"):
+        selected_backend("numba", "cuda")
+    cases = OPERATORS["ttt_linear"]
+    with pytest.raises(ValueError, match="backend 'numba': this operator has no loops for it"):
+        cases.select("numba", cases.SMALL, torch.float32, "cpu")
