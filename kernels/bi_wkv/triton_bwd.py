@@ -23,21 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .reference import Arguments
-from .triton_fwd import (
-    LOG2E,
-    add_block,
-    exponents_of,
-    load_rows,
-    load_state,
-    nothing,
-    ones,
-    products,
-    run,
-    shared_arguments,
-    states_behind,
-    step,
-    store_state,
-)
+from .triton_blocks import LOG2E, add_block, exponents_of, load_rows, load_state, nothing, ones, products, states_behind, step, store_state
+from .triton_fwd import run, shared_arguments
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])

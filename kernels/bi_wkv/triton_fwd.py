@@ -1,13 +1,15 @@
 """Bi-WKV in Triton: the forward pass, and what it shares with the backward pass.
 
-One program walks through one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T tokens at a time. The
-tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own registers. Its latency is hidden by
-the two directions, by the loads of a block, which are all in flight at once, and by the other programs.
+One program walks through some tokens of one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T tokens at a
+time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own registers. Its latency is
+hidden by the other programs, of which there are many: the operator is associative, and a long sequence is cut into segments. Then
+there are three launches: the sum of each segment in both directions, a short scan over the segments for the states at their ends, and
+the outputs, each segment from these states. k and v are read once more for that.
 
 Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b, where m is a running maximum of exponents. This
 is right for any k, w and u. The kernel goes through the tokens twice. Backward, it adds up blocks to the state behind each block,
 which goes to scratch memory, 12 bytes for a block and channel. Forward, it has the state before the block in registers, fetches the
-one behind it, and goes from both through the block. k and v are thus read twice, and little else is moved.
+one behind it, and goes from both through the block. The second time k and v come from the cache where a segment is short.
 
 Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one exponent for each
 direction serves a whole block: the token or state that it comes from has a weight of at least 2^−GENTLE in all outputs of the block,
@@ -24,140 +26,81 @@ from torch import Tensor
 
 from ..triton_launch import dtype_obstacle, launch
 from .reference import Arguments
+from .triton_blocks import (
+    LOG2E,
+    add_states,
+    exponents_of,
+    go_back,
+    go_gently,
+    go_on,
+    is_gentle,
+    load_rows,
+    load_state,
+    nothing,
+    ones,
+    store_state,
+    sum_rows,
+)
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-LOG2E = tl.constexpr(1.4426950408889634)
-GENTLE = tl.constexpr(40.0)
-FLOOR = tl.constexpr(-1e30)  # the exponent of an empty sum: finite, so that the difference of two is 0
+SEGMENT = 256  # tokens, a multiple of every BLOCK_T
+
+
+@triton.jit(do_not_specialize=["T", "bucket"])
+def sums_kernel(
+    w_ptr, k_ptr, v_ptr, sums_ptr, T, bucket, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr
+):
+    """What each segment adds to the state behind it, and to the one in front of it: both, one after the other, to sums (B,S,2,3,C).
+
+    The first is not that of the last segment where that is shorter, which nothing needs.
+    """
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    there = c < C
+    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    b, s = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    start = (b * T + s * SEGMENT) * C + c
+    tokens = tl.minimum(T - s * SEGMENT, SEGMENT)
+    m_left, a_left, b_left = nothing(BLOCK_C)
+    m_right, a_right, b_right = nothing(BLOCK_C)
+    WHOLE: tl.constexpr = 2 if C % BLOCK_C == 0 else 1
+    full = tokens // BLOCK_T
+    for i in tl.range(0, full):
+        at = start + i * (BLOCK_T * C)
+        k = exponents_of(load_rows(k_ptr + at, tokens, there, C, BLOCK_T, WHOLE), LOG2E, tokens, WHOLE)
+        v = load_rows(v_ptr + at, tokens, there, C, BLOCK_T, WHOLE)
+        m, x, y = sum_rows(w, 0, k, v)
+        m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - i * BLOCK_T * w, x, y)
+        m, x, y = sum_rows(-w, 0, k, v)
+        m_left, a_left, b_left = add_states(m_left - BLOCK_T * w, a_left, b_left, m - (BLOCK_T - 1) * w, x, y)
+    if full * BLOCK_T < tokens:  # of the last segment: nothing needs its state behind
+        at, left = start + full * (BLOCK_T * C), tokens - full * BLOCK_T
+        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
+        m, x, y = sum_rows(w, 0, k, load_rows(v_ptr + at, left, there, C, BLOCK_T))
+        m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - full * BLOCK_T * w, x, y)
+    pointer = sums_ptr + (b * tl.num_programs(2) + s) * (6 * C) + c
+    store_state(pointer, there, C, m_left, a_left, b_left)
+    store_state(pointer + 3 * C, there, C, m_right, a_right, b_right)
 
 
 @triton.jit
-def step(w, m, a, b, exponent, x, y):
-    """The state (m, a, b) after one more token, 2^exponent (x, y)."""
-    before = m - w
-    apart = tl.exp2(-tl.abs(before - exponent))
-    of_state = tl.where(before >= exponent, 1.0, apart)
-    of_token = tl.where(before >= exponent, apart, 1.0)
-    return tl.maximum(before, exponent), a * of_state + x * of_token, b * of_state + y * of_token
-
-
-@triton.jit
-def add_block(w, m, a, b, exponents, xs, ys):
-    """The state in front of a block, from the state (m, a, b) behind it. Unlike in `step`, no power waits for another."""
-    BLOCK: tl.constexpr = len(exponents)
-    top = m - BLOCK * w
-    for j in tl.static_range(BLOCK):
-        top = tl.maximum(top, exponents[j] - j * w)
-    of_state = tl.exp2(m - BLOCK * w - top)
-    a *= of_state
-    b *= of_state
-    for j in tl.static_range(BLOCK):
-        of_token = tl.exp2(exponents[j] - j * w - top)
-        a += xs[j] * of_token
-        b += ys[j] * of_token
-    return top, a, b
-
-
-@triton.jit
-def load_rows(pointer, left, there, C: tl.constexpr, BLOCK: tl.constexpr):
-    """A tuple of BLOCK tokens in fp32; zeros from the `left`-th on."""
-    rows = ()
-    for j in tl.static_range(BLOCK):
-        rows = rows + (tl.load(pointer + j * C, mask=there & (j < left), other=0.0).to(tl.float32),)
-    return rows
-
-
-@triton.jit
-def exponents_of(rows, scale, left):
-    """scale times the rows; from the `left`-th on an exponent that adds nothing."""
-    exponents = ()
-    for j in tl.static_range(len(rows)):
-        exponents = exponents + (tl.where(j < left, rows[j] * scale, 2 * FLOOR),)
-    return exponents
-
-
-@triton.jit
-def largest(rows, start):
-    """The largest of `start` and the rows."""
-    for j in tl.static_range(len(rows)):
-        start = tl.maximum(start, rows[j])
-    return start
-
-
-@triton.jit
-def powers_of(exponents, reference):
-    """2^(exponent − reference), row by row."""
-    rows = ()
-    for j in tl.static_range(len(exponents)):
-        rows = rows + (tl.exp2(exponents[j] - reference),)
-    return rows
-
-
-@triton.jit
-def products(xs, ys):
-    """Rows times rows."""
-    rows = ()
-    for j in tl.static_range(len(xs)):
-        rows = rows + (xs[j] * ys[j],)
-    return rows
-
-
-@triton.jit
-def sums_behind(decay, state, xs):
-    """At each token the sum of the rows behind it, times `decay` for each token in between; `state` is the sum behind the block."""
-    sums = ()
-    for j in tl.static_range(len(xs) - 1, -1, -1):
-        sums = (state,) + sums
-        state = state * decay + xs[j]
-    return sums
-
-
-@triton.jit
-def is_gentle(w, u, BLOCK: tl.constexpr):
-    """Whether one exponent serves a whole block, for all channels of the program."""
-    return tl.max(tl.abs(w) * BLOCK + tl.abs(u), 0) <= GENTLE
-
-
-@triton.jit
-def states_behind(w, m, a, b, exponents, xs, ys):
-    """The state at each token of a block, from the tokens behind it; (m, a, b) is the state behind the block."""
-    states = ()
-    for j in tl.static_range(len(exponents) - 1, -1, -1):
-        states = ((m, a, b),) + states
-        m, a, b = step(w, m, a, b, exponents[j], xs[j], ys[j])
-    return states
-
-
-@triton.jit
-def nothing(BLOCK_C: tl.constexpr):
-    """The state before any token."""
-    zero = tl.zeros((BLOCK_C,), tl.float32)
-    return zero + FLOOR, zero, zero
-
-
-@triton.jit
-def load_state(pointer, there, C: tl.constexpr):
-    """(m, a, b) from memory, where they are C apart."""
-    m = tl.load(pointer, mask=there, other=FLOOR)
-    return m, tl.load(pointer + C, mask=there, other=0.0), tl.load(pointer + 2 * C, mask=there, other=0.0)
-
-
-@triton.jit
-def store_state(pointer, there, C: tl.constexpr, m, a, b):
-    """The reverse of `load_state`. Between the two, one program needs no barrier: a channel belongs to one thread."""
-    tl.store(pointer, m, mask=there)
-    tl.store(pointer + C, a, mask=there)
-    tl.store(pointer + 2 * C, b, mask=there)
-
-
-@triton.jit
-def ones(like, BLOCK: tl.constexpr):
-    """A tuple of BLOCK rows of ones in the shape of `like`."""
-    rows = ()
-    for j in tl.static_range(BLOCK):
-        rows = rows + (tl.full(like.shape, 1.0, tl.float32),)
-    return rows
+def ends_kernel(w_ptr, sums_ptr, ends_ptr, segments, C: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr):
+    """From `sums_kernel`'s sums the states in front of each segment and behind it, (B,S,2,3,C)."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    there = c < C
+    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    start = tl.program_id(0).to(tl.int64) * segments * (6 * C) + c
+    m_left, a_left, b_left = nothing(BLOCK_C)
+    m_right, a_right, b_right = nothing(BLOCK_C)
+    for i in tl.range(0, segments):
+        at = start + i * (6 * C)
+        store_state(ends_ptr + at, there, C, m_left, a_left, b_left)
+        m, x, y = load_state(sums_ptr + at, there, C)
+        m_left, a_left, b_left = add_states(m_left - SEGMENT * w, a_left, b_left, m, x, y)
+        at = start + (segments - 1 - i) * (6 * C) + 3 * C
+        store_state(ends_ptr + at, there, C, m_right, a_right, b_right)
+        m, x, y = load_state(sums_ptr + at, there, C)
+        m_right, a_right, b_right = add_states(m_right - SEGMENT * w, a_right, b_right, m, x, y)
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
@@ -169,95 +112,62 @@ def forward_kernel(
     out_ptr,
     lse_ptr,
     behind_ptr,
+    ends_ptr,
     T,
     bucket,
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     KEEP: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """Write out and, with KEEP, the binary logarithm of the denominator. `bucket` is a key for tuning.
 
+    With SEGMENT a program has that many tokens and goes from the states at their ends; without it has all.
     The compiler knows C, and the rows' addresses become one address and constants: a third of the instructions fewer.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
     w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
-    blocks = tl.cdiv(T, BLOCK_T)
     start = tl.program_id(0).to(tl.int64) * T * C + c
-    behind_ptr += tl.program_id(0).to(tl.int64) * blocks * (3 * C) + c
+    part = tl.program_id(0).to(tl.int64)
+    if SEGMENT:
+        start += tl.program_id(2) * (SEGMENT * C)
+        part = part * tl.num_programs(2) + tl.program_id(2)
+        T = tl.minimum(T - tl.program_id(2) * SEGMENT, SEGMENT)
+        behind_ptr += part * (SEGMENT // BLOCK_T * 3 * C) + c
+        ends_ptr += part * (6 * C) + c
+    else:
+        behind_ptr += part * tl.cdiv(T, BLOCK_T) * (3 * C) + c
+    blocks = tl.cdiv(T, BLOCK_T)
     one = ones(w, BLOCK_T)
 
     m, a, b = nothing(BLOCK_C)
-    for done in tl.range(0, blocks):
-        i = blocks - 1 - done
-        store_state(behind_ptr + tl.cast(i, tl.int64) * (3 * C), there, C, m, a, b)
-        at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
-        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
-        v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
-        m, a, b = add_block(w, m, a, b, k, v, one)
+    if SEGMENT:
+        m, a, b = load_state(ends_ptr + 3 * C, there, C)
+    WHOLE: tl.constexpr = 2 if C % BLOCK_C == 0 else 1
+    full = T // BLOCK_T
+    if full < blocks:
+        m, a, b = go_back(w, m, a, b, k_ptr + start, v_ptr + start, behind_ptr, full, T, there, one, C, BLOCK_T, 0)
+    for done in tl.range(0, full):
+        m, a, b = go_back(w, m, a, b, k_ptr + start, v_ptr + start, behind_ptr, full - 1 - done, T, there, one, C, BLOCK_T, WHOLE)
 
     m, a, b = nothing(BLOCK_C)
+    if SEGMENT:
+        m, a, b = load_state(ends_ptr, there, C)
+    k_ptr += start
+    v_ptr += start
+    out_ptr += start
+    lse_ptr += start
     if is_gentle(w, u, BLOCK_T):
-        decay = tl.exp2(-w)
-        bonus = tl.exp2(u)
-        k_ahead = load_rows(k_ptr + start, T, there, C, BLOCK_T)
-        v_ahead = load_rows(v_ptr + start, T, there, C, BLOCK_T)
-        for i in tl.range(0, blocks):
-            at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
-            m_right, a_right, b_right = load_state(behind_ptr + tl.cast(i, tl.int64) * (3 * C), there, C)
-            k = exponents_of(k_ahead, LOG2E, left)
-            v = v_ahead
-            k_ahead = load_rows(k_ptr + at + BLOCK_T * C, left - BLOCK_T, there, C, BLOCK_T)
-            v_ahead = load_rows(v_ptr + at + BLOCK_T * C, left - BLOCK_T, there, C, BLOCK_T)
-
-            m_block = largest(k, 2 * FLOOR)
-            m_left = tl.maximum(m, m_block)
-            a *= tl.exp2(m - m_left)
-            b *= tl.exp2(m - m_left)
-            m_both = tl.maximum(m_left, m_right)
-            m_right_block = tl.maximum(m_right, m_block)
-            x = powers_of(k, m_right_block)
-            to_block = tl.exp2(m_right - m_right_block)
-            b_rights = sums_behind(decay, b_right * to_block, x)
-            a_rights = sums_behind(decay, a_right * to_block, products(x, v))
-            of_left = tl.exp2(m_left - m_both)
-            of_right = tl.exp2(m_right_block - m_both)
-            of_own = of_left * bonus
-            x = powers_of(k, m_left)
-            m = m - BLOCK_T * w
-            for j in tl.static_range(BLOCK_T):
-                y = x[j] * v[j]
-                total = b * of_left + b_rights[j] * of_right + x[j] * of_own
-                mean = (a * of_left + a_rights[j] * of_right + y * of_own) / total
-                tl.store(out_ptr + at + j * C, mean.to(out_ptr.dtype.element_ty), mask=there & (j < left))
-                if KEEP:
-                    tl.store(lse_ptr + at + j * C, m_both + tl.log2(total), mask=there & (j < left))
-                a = a * decay + y
-                b = b * decay + x[j]
-                m = tl.maximum(m, k[j] - (BLOCK_T - 1 - j) * w)
-            a *= tl.exp2(m_left - m)
-            b *= tl.exp2(m_left - m)
+        for i in tl.range(0, full):
+            m, a, b = go_gently(w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, C, BLOCK_T, KEEP, WHOLE)
+        if full < blocks:
+            m, a, b = go_gently(w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, full, T, there, C, BLOCK_T, KEEP, 0)
     else:
         for i in tl.range(0, blocks):
-            at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
-            k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
-            v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
-            m_right, a_right, b_right = load_state(behind_ptr + tl.cast(i, tl.int64) * (3 * C), there, C)
-            right = states_behind(w, m_right, a_right, b_right, k, v, one)
-            for j in tl.static_range(BLOCK_T):
-                own = k[j] + u
-                m_both = tl.maximum(tl.maximum(m, right[j][0]), own)
-                of_left = tl.exp2(m - m_both)
-                of_right = tl.exp2(right[j][0] - m_both)
-                of_own = tl.exp2(own - m_both)
-                total = b * of_left + right[j][2] * of_right + of_own
-                mean = (a * of_left + right[j][1] * of_right + v[j] * of_own) / total
-                tl.store(out_ptr + at + j * C, mean.to(out_ptr.dtype.element_ty), mask=there & (j < left))
-                if KEEP:
-                    tl.store(lse_ptr + at + j * C, m_both + tl.log2(total), mask=there & (j < left))
-                m, a, b = step(w, m, a, b, k[j], v[j], one[j])
+            m, a, b = go_on(w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, one, C, BLOCK_T, KEEP)
 
 
 def unsupported(dtype: torch.dtype) -> str | None:
@@ -273,6 +183,16 @@ def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
     """The candidates of both kernels, for k of any dtype; the first is the default, which runs untuned."""
     return [config_of(8, 1), config_of(8, 2), config_of(8, 4), config_of(4, 1)]
+
+
+def ends_configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
+    """The one config of the scan over segments."""
+    return [triton.Config({"BLOCK_C": 32}, num_warps=1, num_stages=1)]
+
+
+def count_segments(tokens: int) -> int:
+    """How many segments a sequence is cut into: one where two would not be full."""
+    return 1 if tokens < 2 * SEGMENT else triton.cdiv(tokens, SEGMENT)
 
 
 def config_of(tokens: int, warps: int) -> triton.Config:
@@ -297,17 +217,18 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     }
 
 
-def run(kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None) -> None:
+def run(kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int = 1) -> None:
     """Launch either kernel, with memory for `states` numbers of each block of a sequence.
 
     The blocks are those of the config with the most of them if it is not yet known which one will run.
     """
     B, T, C = x.k.shape
-    blocks = max(triton.cdiv(T, one.kwargs["BLOCK_T"]) for one in ([config] if config else configs()))
+    tokens = T if segments == 1 else segments * SEGMENT
+    blocks = max(triton.cdiv(tokens, one.kwargs["BLOCK_T"]) for one in ([config] if config else configs()))
     behind = x.k.new_empty((B, blocks, states, C), dtype=torch.float32)
 
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return B, triton.cdiv(C, meta["BLOCK_C"])
+    def grid(meta: dict[str, int]) -> tuple[int, int, int]:
+        return B, triton.cdiv(C, meta["BLOCK_C"]), segments
 
     launch(kernel, configs, (x.k.dtype,), grid, arguments | {"behind_ptr": behind}, x.k.device, config)
 
@@ -317,5 +238,18 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
     arguments = shared_arguments(x)
     out = torch.empty_like(arguments["k_ptr"])
     states = out.new_empty(states_shape(out.shape, keep_states), dtype=torch.float32)
-    run(forward_kernel, arguments | {"out_ptr": out, "lse_ptr": states, "KEEP": keep_states}, 3, x, config)
+    B, T, C = out.shape
+    segments = count_segments(T)
+    split = {"ends_ptr": out, "SEGMENT": 0}
+    if segments > 1:
+        sums, ends = (out.new_empty((B, segments, 2, 3, C), dtype=torch.float32) for _ in range(2))
+        shared = {"w_ptr": arguments["w_ptr"], "sums_ptr": sums, "C": C, "SEGMENT": SEGMENT}
+        given = shared | {name: arguments[name] for name in ("k_ptr", "v_ptr", "T", "bucket")}
+        grid = lambda c: (B, triton.cdiv(C, c["BLOCK_C"]), segments)  # noqa: E731
+        launch(sums_kernel, configs, (out.dtype,), grid, given, out.device, config)
+        given = shared | {"ends_ptr": ends, "segments": segments}
+        launch(ends_kernel, ends_configs, (), lambda c: (B, triton.cdiv(C, c["BLOCK_C"])), given, out.device, ends_configs()[0])
+        split = {"ends_ptr": ends, "SEGMENT": SEGMENT}
+    given = arguments | {"out_ptr": out, "lse_ptr": states, "KEEP": keep_states} | split
+    run(forward_kernel, given, 3, x, config, segments)
     return out, states

@@ -37,3 +37,22 @@ def test_nan_fills_its_channel():
     k[1, 9, 2] = float("nan")
     bad = bi_wkv(w, u, k, v, backend="triton").isnan()
     assert bad[1, :, 2].all() and bad.sum() == 20
+
+
+@pytest.mark.parametrize("tokens", [32, 41, 64, 79])
+@pytest.mark.parametrize(("decay", "keys", "limit"), [(None, 1.0, 1e-5), (0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4)])
+def test_sequences_that_are_cut_into_segments(tokens, decay, keys, limit, monkeypatch):
+    """Two to five segments, the last of them full or short, with decays of both signs; and each kept logarithm."""
+    monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
+    assert triton_fwd.count_segments(tokens) == -(-tokens // 16)
+    sizes = Sizes(batch=2, tokens=tokens, channels=5)
+    inputs = draw(0, sizes, decay=decay, keys=keys)
+    want = check.differentiate(cases, inputs, sizes, "reference")
+    with check.poisoned_memory():
+        got = check.run_kernels(cases, inputs, torch.float32, sizes)
+    errors = check.relative_errors(got, want, cases.FLOOR)
+    assert max(errors.values()) < limit, errors
+
+
+def test_short_sequences_are_not_cut():
+    assert [triton_fwd.count_segments(tokens) for tokens in (1, 511, 512, 513, 6400)] == [1, 1, 2, 3, 25]
