@@ -40,7 +40,12 @@ class Compilation:
     default: bool = True  # whether it is the config that runs untuned
 
     def read(self, target: int) -> dict[str, Any]:
-        """Compile it for sm_`target` and read the binary: the last five keys of a row. Pointers count as aligned to 16 bytes."""
+        """Compile it for sm_`target` and read the binary: the last five keys of a row."""
+        binary = self.compile(target)
+        return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
+
+    def compile(self, target: int) -> Any:
+        """What Triton compiles for sm_`target`. Pointers count as aligned to 16 bytes."""
         names = self.kernel.arg_names
         constants = {**self.constants, **self.config.kwargs}
         pointers = [name for name in names if name.endswith("_ptr")]
@@ -50,8 +55,7 @@ class Compilation:
         places = {(names.index(name),): value for name, value in constants.items()}
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
         source = ASTSource(fn=self.kernel, signature={name: types[name] for name in names}, constexprs=places, attrs=aligned)
-        binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=compiler_options(self.config))
-        return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
+        return triton.compile(source, target=GPUTarget("cuda", target, 32), options=compiler_options(self.config))
 
 
 def compiler_options(config: triton.Config) -> dict[str, int]:
@@ -126,6 +130,14 @@ def planned(cases: Any, defaults: bool = False) -> Iterator[tuple[dict[str, Any]
         for target in TARGETS if one.default or not defaults else ():
             labels = {"operator": cases.NAME, "kernel": one.name, "config": {**one.sizes, **describe(one.config)}}
             yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
+
+
+def disassemble(one: Compilation, target: int) -> str:
+    """The machine code for sm_`target` as text, with the bits of each instruction."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(one.compile(target).asm["cubin"])
+        file.flush()
+        return _output("nvdisasm", "-hex", "-c", file.name)
 
 
 def _read_binary(cubin: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, Literal
 
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
@@ -95,13 +95,16 @@ class Sweep:
 
     sizes: tuple[str, ...]
     batch_size: int
+    compile: Literal["graphs", False] = False
 
     def __call__(self, paths: Paths, minutes: float | None) -> bool:
         from ..core.runtime import load_runtime
         from .efficiency import run_sweep
         from .params import SweepParams
 
-        return run_sweep(SweepParams(sizes=self.sizes, batch_size=self.batch_size, minutes=minutes), paths, load_runtime(paths))
+        return run_sweep(
+            SweepParams(sizes=self.sizes, batch_size=self.batch_size, compile=self.compile, minutes=minutes), paths, load_runtime(paths)
+        )
 
 
 STEPS = (
@@ -111,6 +114,7 @@ STEPS = (
     Step(name="training", about="a short training in bf16", run=time_training),
     Step(name="collectives", about="all-reduce over the GPUs there are", run=time_collectives),
     Step(name="batch 1", about="every family of size T at batch 1", run=Sweep(("T",), 1)),
+    Step(name="batch 1, graphs", about="the same through CUDA graphs", run=Sweep(("T",), 1, "graphs")),
     Step(name="batch 64", about="every family of size T at batch 64", run=Sweep(("T",), 64)),
     Step(name="bench", about="the kernels' speed at every shape", run=bench_kernels),
     Step(name="batch 64, all sizes", about="every family of every size at batch 64", run=Sweep(("T", "S", "B"), 64)),

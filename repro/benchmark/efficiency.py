@@ -25,6 +25,7 @@ from .params import EfficiencyParams, OpParams, SweepParams
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
 _SWEEP_KEYS = ("run", "code_hash", "torch_version")  # by which a sweep finds a row again; the grid's identity says the same
+_COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}  # in titles, in names
 _ORDER = ("run", "mode", "compile", "dtype", "batch_size", "image_size", "row")  # by which a sweep sorts its rows
 GRID_COLUMNS = tuple(name for name in COLUMNS if name not in ("mode", "compile", "attention_kernel", "num_params", "run"))
 
@@ -72,13 +73,15 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     started = time.monotonic()
     device, label = _open_device(runtime)
     params = params.with_defaults(device.type)
+    if params.compile == "graphs" and (device.type != "cuda" or params.mode != "infer"):
+        raise UserError(f"efficiency: --graphs is for inference on a GPU, and this is --mode {params.mode} on {device.type}")
     folder = paths.measured(device_slug(device))
     record = folder / "efficiency.json"
     before = _read_sweep(record)
     gates, left_out = before["gates"], {}
 
     def save(store: RowStore) -> None:
-        rows = sorted(store.rows, key=lambda row: [row[name] for name in _ORDER])
+        rows = sorted(store.rows, key=lambda row: [str(row[name]) if name == "compile" else row[name] for name in _ORDER])
         missing = [{"image_size": side, "expected_s": seconds} for side, seconds in left_out.items()]
         metrics = {"rows": rows, "left_out": missing, "gates": gates, **conclude(rows, gates)}
         backends = ", ".join(sorted({row["backend"] for row in rows if row["status"] == "ok"})) or "none"
@@ -161,8 +164,8 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
             if len(sides) < 2:
                 continue
             largest = max(sides)
-            about = f"{label}, batch {batch_size}, {dtype}, {mode}{', compiled' if compiled else ''}"
-            name = f"{size}_batch{batch_size}_{dtype}_{mode}{'_compiled' if compiled else ''}"
+            about = f"{label}, batch {batch_size}, {dtype}, {mode}{_COMPILED[compiled][0]}"
+            name = f"{size}_batch{batch_size}_{dtype}_{mode}{_COMPILED[compiled][1]}"
             against_resolution(folder / f"fig6_{name}", series, f"size {size}: {about}")
             at_size = {family: row for family, own in series.items() for row in own if row["image_size"][0] == largest}
             bars = {key: {family: row[key] for family, row in at_size.items() if row[key] is not None} for key in LABELS}

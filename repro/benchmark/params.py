@@ -145,7 +145,7 @@ class SweepParams:
     batch_size: int | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     mode: Literal["infer", "train"] = "infer"
-    compile: bool = False
+    compile: bool | Literal["graphs"] = False
     minutes: float | None = None
     runs: int = 1
     steps: int = 10

@@ -41,7 +41,7 @@ class RowSpec:
         device: `cpu` or `cuda`.
         backend: the implementation of the family's operator, see `kernels`; models without such an operator ignore it.
         mode: `infer` runs a forward pass under inference mode; `train` runs forward, backward and a step of AdamW.
-        compile: whether to run `torch.compile` with its defaults.
+        compile: whether to run `torch.compile` with its defaults; `graphs`: in its mode reduce-overhead, by CUDA graphs, for inference.
         steps: timed steps, at least 10; cut to three when the median step takes longer than 2 s.
         warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2 s.
         budget_s: wall-clock limit of the whole row, including the start of the process.
@@ -57,7 +57,7 @@ class RowSpec:
     device: Literal["cpu", "cuda"] = "cpu"
     backend: str = "auto"
     mode: Literal["infer", "train"] = "infer"
-    compile: bool = False
+    compile: bool | Literal["graphs"] = False
     steps: int = 10
     warmup: int = 2
     budget_s: float = 60.0
@@ -185,7 +185,8 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     backend = kernel_backend(model, dtype)
     images = torch.randn(spec.batch_size, 3, *spec.image_size).to(device, dtype)
     kernel = _attention_kernel(model, images) if spec.attention == "fused" else "none"
-    network = torch.compile(model) if spec.compile else model
+    modes = {"graphs": "reduce-overhead", True: None}
+    network = torch.compile(model, mode=modes[spec.compile]) if spec.compile else model
     if spec.mode == "train":
         samples, peak_mib, method = _sample(_training_step(model, network, images), device, spec, baseline_kib)
     else:
@@ -243,7 +244,7 @@ def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: i
     import torch
 
     timer = STEP_TIMERS[device.type]
-    _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or spec.compile)
+    _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or bool(spec.compile))
     # only the timed steps count towards the peak: in the warm-up, a Triton kernel's autotuning takes memory of its own
     method = _reset_peak_rss() if device.type == "cpu" else "cuda_allocator"
     if device.type == "cuda":

@@ -8,11 +8,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..models import fused_block
 
 _NAMESPACES = "aten", "vision_ttt"  # those whose operations run on the device
 # they only reserve memory
@@ -56,6 +59,31 @@ def count_launches(make: Callable[[], Callable[[], Any]], device: str = "cuda") 
         with torch.no_grad(), Traffic() as traffic:
             call()
     return traffic.launches
+
+
+def count_block(name: str, *, batch: int, side: int, fused: bool) -> dict[str, float]:
+    """Launches of a block of Vittt in bf16 inference, its constants made before, and the bytes that it moves, in units of its tokens'.
+
+    `side` is that of the grid, and a unit is a (B,T,D) tensor. `fused`: by `models.fused_block`, as where the kernels run; else by plain
+    PyTorch around the scan.
+    """
+    block = timm.create_model(name, depth=1).blocks[0].eval().requires_grad_(False)
+    width = block.mixer.dim
+
+    def make() -> Callable[[], Any]:
+        for module in block.modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, key, torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16), requires_grad=False))
+        tokens = torch.empty(batch, side * side, width, dtype=torch.bfloat16)
+        if not fused:
+            return lambda: block.forward_plainly(tokens, (side, side))
+        with torch.no_grad():
+            fused_block.find_constants(block, side * side)
+        return lambda: fused_block.forward(block, tokens, (side, side))
+
+    found = count_launches(make)
+    unit = batch * side * side * width * torch.bfloat16.itemsize
+    return {"launches": len(found), "units": sum(each.bytes for each in found) / unit}
 
 
 def _is_view(func: Any) -> bool:

@@ -46,6 +46,10 @@ class VitttBlock(nn.Module):
         """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
         if fused_block.can_fuse(self, tokens):
             return fused_block.forward(self, tokens, grid)
+        return self.forward_plainly(tokens, grid)
+
+    def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """As `forward`, by plain PyTorch around the scan, which is what `fused_block` is tested against."""
         tokens, x = self._normalise(tokens, grid)
         tokens = (tokens if self.reading.residual == "stream" else x) + self.drop_path(self.mixer(x))
         return tokens + self.drop_path(self.mlp(self.norm2(tokens)))

@@ -1,15 +1,10 @@
 """Bytes and launches, against counts by hand: of single operations, and of a block of Vittt-T at 1280 x 1280 pixels."""
 
 import pytest
-import timm
 import torch
 
 import repro.models  # noqa: F401
-from repro.measure.traffic import count_launches
-from repro.models import fused_block
-
-B, SIDE, D = 64, 80, 192
-UNIT = B * SIDE * SIDE * D * 2  # a (B,T,D) tensor in bf16
+from repro.measure.traffic import count_block, count_launches
 
 
 @pytest.mark.parametrize(
@@ -31,36 +26,16 @@ def test_single_operations(function, launches, numbers):
     assert (len(found), sum(each.bytes for each in found)) == (launches, 4 * numbers)
 
 
-def count_block(monkeypatch, fused):
-    """Launches of a block in inference, its constants made before, and units of bytes."""
-    block = timm.create_model("vittt_tiny_patch16_224", depth=1).blocks[0].eval()
-
-    def make():
-        for module in block.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16), requires_grad=False))
-        x = torch.empty(B, SIDE * SIDE, D, dtype=torch.bfloat16)
-        assert fused_block.can_fuse(block, x) == fused
-        with torch.no_grad():
-            fused_block.find_constants(block, SIDE * SIDE)
-        return lambda: block(x, (SIDE, SIDE))
-
-    if not fused:
-        monkeypatch.setattr(fused_block, "can_fuse", lambda block, tokens: False)
-    found = count_launches(make)
-    return len(found), sum(each.bytes for each in found) / UNIT
-
-
-def test_a_plain_block_moves_what_was_counted_by_hand(monkeypatch):
+def test_a_plain_block_moves_what_was_counted_by_hand():
     """DWConv with residual and norm 7, projection 7, padding and convolutions 16, scan 8, gate, sum and norm 10, output 5, SwiGLU 29.3
     and some for the rates: 83.5.
     """
-    launches, units = count_block(monkeypatch, False)
-    assert units == pytest.approx(83.5, abs=0.1) and launches > 35
+    found = count_block("vittt_tiny_patch16_224", batch=64, side=80, fused=False)
+    assert found["units"] == pytest.approx(83.5, abs=0.1) and found["launches"] > 35
 
 
-def test_a_fused_block_moves_half_of_it_in_a_quarter_of_the_launches(monkeypatch):
+def test_a_fused_block_moves_half_of_it_in_a_quarter_of_the_launches():
     """Convolution and norm 3, projection 6.3, convolutions 6, scan 8, gate and norm 4, output 3, norm 2, SwiGLU 3.7 and 4.7, rates 0.1."""
-    launches, units = count_block(monkeypatch, True)
-    assert units == pytest.approx(40.9, abs=0.1) and units <= 51
-    assert launches == 11 <= 15
+    found = count_block("vittt_tiny_patch16_224", batch=64, side=80, fused=True)
+    assert found["units"] == pytest.approx(40.9, abs=0.1) and found["units"] <= 51
+    assert found["launches"] == 11 <= 15
