@@ -22,16 +22,16 @@ BLOCK = 64  # channels that are scanned together
 GROUP = 32  # tokens from one kept state to the next
 FLOOR = -1e30  # the exponent of an empty sum: finite, so that the difference of two is 0
 # a division by zero is what IEEE says, not an error, for which the loop would have to look
-_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
-_INLINE = _OPTIONS | {"forceinline": True}  # a loop with a call in it is not vectorised
+OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
+_INLINE = OPTIONS | {"forceinline": True}  # a loop with a call in it is not vectorised
 
 
-def _compile(function: Callable) -> Callable:
+def compile_loop(function: Callable) -> Callable:
     """The function compiled when first called, without Python's lock; kept on disk where there is a place for it."""
     try:
-        return numba.njit(cache=True, **_OPTIONS)(function)
+        return numba.njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
-        return numba.njit(**_OPTIONS)(function)
+        return numba.njit(**OPTIONS)(function)
 
 
 @intrinsic
@@ -120,7 +120,7 @@ def _softplus(x: Any) -> Callable | None:
     return compute
 
 
-@_compile
+@compile_loop
 def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
     """The selective scan with its gate: task = (image, route, `span` channels), routes that share a sequence of u by their number.
 
@@ -182,7 +182,7 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
                             out_row[c] = row[Y, c]
 
 
-@_compile
+@compile_loop
 def scan_backward(first, last, span, u, delta, exponents, B, C, D, bias, z, dout, states, back, du, ddelta, dA, dB, dC, dD, dbias, dz):
     """The gradients of `scan_forward`, with its tasks; dout: (B,T,R,E).
 
@@ -294,7 +294,7 @@ def _add_token(m, a, b, w, exponent, x, y):
     return top, a * of_state + x * of_token, b * of_state + y * of_token
 
 
-@_compile
+@compile_loop
 def wkv_forward(first, last, span, w, u, k, v, out, states):
     """Bi-WKV: task = (image, `span` channels). It goes back through the tokens to the state behind each group, and then forth.
 
@@ -357,7 +357,7 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
                                 kept_row[c] = own[kept, c]
 
 
-@_compile
+@compile_loop
 def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
     """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image. They are those by natural w, u and k.
 

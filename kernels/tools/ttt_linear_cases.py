@@ -184,6 +184,7 @@ CASES = TTTLinearCases(
     op=op,
     triton_fwd=triton_fwd,
     triton_bwd=triton_bwd,
+    CPU_BACKENDS=("numba", "torch"),
     INPUTS=("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"),
     ACTIVATIONS=("q", "k", "v"),
     SMALL=Sizes(batch=2, tokens=6, heads=1, head_dim=16, chunk_size=4),

@@ -52,7 +52,7 @@ def ttt_linear(
         reverse: scan from t = T−1 to 0, with chunks cut from that end: the same as flipping q, k, v and lr along T, scanning
             forward, and flipping the output.
         eps: added to the variance in the LayerNorms, above 0.
-        backend: `auto`, `triton`, `torch` or `reference`; see `selected_backend`.
+        backend: `auto`, `triton`, `numba`, `torch` or `reference`; see `selected_backend`.
 
     Returns:
         out (B,T,H,D) in q's dtype.
@@ -111,23 +111,31 @@ def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
 def selected_backend(
     backend: str, device: torch.device | str, *, head_dim: int = 64, chunk_size: int = 16, dtype: torch.dtype = torch.float32
 ) -> str:
-    """The backend that will run for a request, `triton`, `torch` or `reference`; every result records it.
+    """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
-    under Triton's interpreter). `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
+    under Triton's interpreter). `numba` is a loop for inference on CPUs, and what `torch` is where there will be a backward pass. `torch`
+    is batched PyTorch operations with a hand-written backward pass, for any device and any size.
     `reference` is the dual form under autograd: the same function and FLOP count, but slower, and with the memory that autograd
-    needs. `auto` takes `triton` on a GPU that can run these sizes, else `torch`.
+    needs. `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU where it is installed, else
+    `torch`.
     `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of `dispatch.choose_backend`.
     """
     gpu = dispatch.find_gpu(device)
     shared_kib = gpu.shared_memory_per_block_optin // 1024 if gpu else None
-    return dispatch.choose_backend(backend, device, "q", _load_triton, int(head_dim), int(chunk_size), dtype, shared_kib)
+    return dispatch.choose_backend(backend, device, "q", _load_triton, int(head_dim), int(chunk_size), dtype, shared_kib, has_loops=True)
 
 
 def _load_triton():
     from . import triton_bwd, triton_phases
 
     return triton_phases, triton_bwd
+
+
+def _load_loops():
+    from . import numba_path
+
+    return numba_path
 
 
 def _reference(x: Arguments) -> Tensor:
@@ -181,6 +189,7 @@ CUSTOM_OP = CustomOp(
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,
+    load_loops=_load_loops,
     result_shapes=lambda module, x, keep_states: (x.q.shape, module.states_shape(x.q.shape, x.chunk_size, keep_states)),
     forward_flops=lambda x: forward_flops(x.q, x.chunk_size),
     backward_flops=lambda x: backward_flops(x.q, x.chunk_size),

@@ -94,7 +94,7 @@ def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
         run_campaign(checkout, steps=chosen)
     assert str(error.value).count("CUDA device") == 4
     metrics = read_json(measured(checkout, "environment"))["metrics"]
-    assert metrics["backend"] == "torch" and metrics["machine"]
+    assert metrics["backend"] == "numba" and metrics["machine"]
 
 
 def test_a_training_is_timed(checkout):

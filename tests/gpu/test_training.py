@@ -28,7 +28,8 @@ def test_a_training_in_low_precision(checkout, device, model, precision):
     assert seed["train_loss"] < 3.0 and seed["skipped_steps"] <= 3
     assert identity["dtype"] == precision and identity["device"].startswith(device.type)
     own = ("vittt", "vim", "vrwkv")
-    assert identity["backend"] == ("triton" if device.type == "cuda" and model.startswith(own) else "torch")
+    mine = "triton" if device.type == "cuda" else "numba"
+    assert identity["backend"] == (mine if model.startswith(own) else "torch")
 
 
 def test_compiled_is_as_eager(device, model):

@@ -70,7 +70,7 @@ def test_functions_at_what_is_no_number(dtype):
 def test_no_number_of_threads_changes_a_bit(name):
     """One thread has all channels of a task; many threads share them where there are fewer tasks than threads."""
     cases = OPERATORS[name]
-    sizes = dataclasses.replace(cases.TYPICAL, batch=1, channels=200)
+    sizes = dataclasses.replace(cases.TYPICAL, batch=1, **({"channels": 200} if hasattr(cases.TYPICAL, "channels") else {}))
     given = check.cast(cases, cases.draw(0, sizes), torch.float32)
     before, results = torch.get_num_threads(), []
     try:
@@ -99,6 +99,26 @@ def test_without_numba_torch_runs(name, monkeypatch):
 def test_where_numba_cannot_run():
     with pytest.raises(ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or reference"):
         selected_backend("numba", "cuda")
-    cases = OPERATORS["ttt_linear"]
+    cases = OPERATORS["ms_deform_attn"]
     with pytest.raises(ValueError, match="backend 'numba': this operator has no loops for it"):
         cases.select("numba", cases.SMALL, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changed", [{}, {"tokens": 5}, {"tokens": 16}, {"chunk_size": 7}, {"chunk_size": 256}, {"head_dim": 20}, {"head_dim": 10}]
+)
+def test_inference_of_ttt_linear(changed, dtype):
+    """The loop that runs where no gradient is wanted, against fp64: short and single chunks, both directions, any width of a head."""
+    cases = OPERATORS["ttt_linear"]
+    sizes = (
+        dataclasses.replace(cases.SMALL, tokens=53, **changed) if "tokens" not in changed else dataclasses.replace(cases.SMALL, **changed)
+    )
+    *inputs, _ = cases.draw(0, sizes)
+    given = check.cast(cases, inputs, dtype)
+    with torch.no_grad(), check.poisoned_memory():
+        want = cases.bind(sizes)(*(x.double() for x in given), backend="reference")
+        found = cases.bind(sizes)(*given, backend="numba")
+    assert found.dtype == dtype
+    limit = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
+    assert (found.double() - want).norm() <= limit * want.norm()

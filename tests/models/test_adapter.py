@@ -372,7 +372,7 @@ def test_autocast(family):
 
 def test_backends_are_chosen_everywhere():
     adapter = nano()
-    assert adapter.selected_backend(torch.float32) == "torch"
+    assert adapter.selected_backend(torch.float32) == "numba+torch"
     adapter.set_backend("reference")
     assert adapter.selected_backend(torch.float32) == "reference"
     adapter.injectors[0].attn.backend = "torch"

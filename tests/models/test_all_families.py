@@ -203,7 +203,7 @@ def test_every_parameter_has_a_layer(family, options):
     assert set(groups[0]) == {name for name in names if name.startswith(("cls_token", "cls_pos_embed", "pos_embed", "patch_embed"))}
 
 
-@pytest.mark.parametrize(("family", "backend"), [("vittt", "torch"), ("vim", "numba"), ("vrwkv", "numba")])
+@pytest.mark.parametrize(("family", "backend"), [("vittt", "numba"), ("vim", "numba"), ("vrwkv", "numba")])
 def test_backend_is_set_and_named(family, backend):
     model = shaken(nano(family))
     assert model.selected_backend(torch.float32) == backend
@@ -226,7 +226,7 @@ def test_an_image_alone_and_in_a_batch(family, options):
     with torch.no_grad():
         together = model(images)
         alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
-    assert (together - alone).abs().max() <= 1e-6 * together.abs().max()
+    assert (together - alone).abs().max() <= 4e-6 * together.abs().max()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 

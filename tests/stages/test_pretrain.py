@@ -35,7 +35,7 @@ def test_what_a_run_leaves(trained):
     assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["held_out_images"]) == ("digits", 2, 2 * (1079 // 128), 359)
     assert metrics["split"] == "test"
     assert metrics["num_params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
-    assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "torch"
+    assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "numba"
     assert len(identity["code_hash"]) == len(identity["params_hash"]) == len(identity["data_manifest_hash"]) == 16
     assert identity["command"] == "repro pretrain --cell nano"
     assert identity["code_modules"] == ["repro.models.vittt", "stages.pretrain"]
