@@ -66,7 +66,7 @@ def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
     assert text("error", "timm") == f"timm: 0.9.16, >=1.0.29 is needed: {doctor.INSTALL}"
     assert "tqdm 4.0.0 (pinned: " in text("warning", "requirements.lock") and "timm 0.9.16" in text("warning", "requirements.lock")
     assert "2.3.5, repro segment is tested with 2.3.6: " in text("warning", "onedl-mmcv")
-    assert "torch on cpu, not triton: q is on cpu" in text("ok", "TTT-Linear")
+    assert "numba on cpu, not triton: q is on cpu" in text("ok", "TTT-Linear")
     errors, warnings = (sum(mark == kind for mark, _ in marked) for kind in ("error", "warning"))
     assert lines[-1] == f"{errors} errors, {warnings} warnings" and errors >= 2
     assert done.returncode == 1 and done.stderr == f"repro: doctor: {errors} errors; each is named above with its fix\n"
