@@ -24,6 +24,7 @@ def test_any_sign_and_size(decay, keys, limit, sign):
     assert max(errors.values()) < limit, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 3])
 def test_other_configs(number):
     sizes = Sizes(batch=1, tokens=19, channels=35)
@@ -39,8 +40,11 @@ def test_nan_fills_its_channel():
     assert bad[1, :, 2].all() and bad.sum() == 20
 
 
-@pytest.mark.parametrize("tokens", [32, 41, 64, 79])
-@pytest.mark.parametrize(("decay", "keys", "limit"), [(None, 1.0, 1e-5), (0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4)])
+@pytest.mark.parametrize("tokens", [41, *[pytest.param(tokens, marks=pytest.mark.slow) for tokens in (32, 64, 79)]])
+@pytest.mark.parametrize(
+    ("decay", "keys", "limit"),
+    [(None, 1.0, 1e-5), *[pytest.param(*values, marks=pytest.mark.slow) for values in ((0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4))]],
+)
 def test_sequences_that_are_cut_into_segments(tokens, decay, keys, limit, monkeypatch):
     """Two to five segments, the last of them full or short, with decays of both signs; and each kept logarithm."""
     monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
