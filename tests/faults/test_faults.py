@@ -18,6 +18,7 @@ import pytest
 
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
+from tests.slow import slow
 
 KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0)))
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks")
@@ -74,7 +75,7 @@ def test_a_run_of_two_processes_is_not_continued_by_one(lab):
     lab.begun_by_two.wait(lab.begun_by_two.start_training()).require(2, "was stopped with 2 process")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
 def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
     assert lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code))) > 0
 

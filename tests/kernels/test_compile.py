@@ -16,6 +16,7 @@ from kernels.selective_scan import triton_bwd as scan_bwd
 from kernels.tools import check, resources
 from kernels.tools.operators import INTERPRETED, OPERATORS
 from kernels.ttt_linear import triton_bwd, triton_fwd
+from tests.slow import first, slow
 
 RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resources.json"
 
@@ -26,12 +27,8 @@ def record():
 
 
 # `make test` compiles two-byte elements for the newest target, `make test-all` everything for every target
-TARGETS = [pytest.param(target, marks=[pytest.mark.slow] * (target != 90)) for target in resources.TARGETS]
-DTYPES = [pytest.param(dtype, marks=[pytest.mark.slow] * (dtype != "bf16")) for dtype in check.DTYPES]
-
-
-def in_test_all(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+TARGETS = first(sorted(resources.TARGETS, reverse=True))
+DTYPES = first(["bf16", *(dtype for dtype in check.DTYPES if dtype != "bf16")])
 
 
 def spills(row):
@@ -176,9 +173,7 @@ def test_ttt_linear_compiles(kernel, dtype, target):
 
 
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included
-@pytest.mark.parametrize(
-    ("width", "chunk_size"), [*itertools.starmap(in_test_all, [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16)]), (128, 64)]
-)
+@pytest.mark.parametrize(("width", "chunk_size"), [*itertools.starmap(slow, [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16)]), (128, 64)])
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_other_sizes_of_ttt_linear_fit(kernel, width, chunk_size):
     """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere."""
@@ -235,7 +230,7 @@ def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
         assert spills(found) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("dtype", "target"), [("bf16", 90), in_test_all("bf16", 80), in_test_all("fp16", 89), in_test_all("fp32", 90)])
+@pytest.mark.parametrize(("dtype", "target"), [("bf16", 90), slow("bf16", 80), slow("fp16", 89), slow("fp32", 90)])
 @pytest.mark.parametrize("kernel", ["selective_scan_forward", "selective_scan_backward"])
 def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
     """VMamba's: several tokens at once, nothing between threads but the sums over channels of dB and dC."""
@@ -273,12 +268,7 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
 
 @pytest.mark.parametrize(
     ("kernel", "dtype", "target"),
-    [
-        ("forward", "bf16", 90),
-        ("backward", "bf16", 90),
-        in_test_all("forward_keeping_states", "fp16", 80),
-        in_test_all("backward", "fp32", 89),
-    ],
+    [("forward", "bf16", 90), ("backward", "bf16", 90), slow("forward_keeping_states", "fp16", 80), slow("backward", "fp32", 89)],
 )
 def test_bi_wkv_compiles_without_spills(kernel, dtype, target):
     found = OPERATORS["bi_wkv"].compilation(f"bi_wkv_{kernel}", dtype).read(target)
@@ -299,11 +289,11 @@ def test_bi_wkv_gives_a_channel_to_a_thread():
     ("kernel", "dtype", "target", "head_dim"),
     [
         ("forward", "bf16", 90, 32),
-        in_test_all("forward", "fp32", 80, 256),
+        slow("forward", "fp32", 80, 256),
         ("backward_points", "bf16", 90, 64),
-        in_test_all("backward_points", "fp32", 89, 32),
+        slow("backward_points", "fp32", 89, 32),
         ("backward_value", "bf16", 90, 32),
-        in_test_all("backward_value", "fp16", 80, 48),
+        slow("backward_value", "fp16", 80, 48),
     ],
 )
 def test_deformable_attention_compiles_without_spills(kernel, dtype, target, head_dim):

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    ("tests", "chosen"),
-    [
-        ("interpreted", "not slow"),
-        pytest.param("interpreted", "slow", marks=pytest.mark.slow),
-        pytest.param("test_every_op.py", "", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("tests", "chosen"), [("interpreted", "not slow"), slow("interpreted", "slow"), slow("test_every_op.py", "")])
 def test_under_the_interpreter(tests, chosen):
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", chosen, str(FOLDER / tests)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=FOLDER.parents[1], capture_output=True, text=True)

@@ -13,6 +13,7 @@ from kernels.tools.operators import OPERATORS
 from kernels.tools.resources import describe
 from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
 from repro.core.record import write_record
+from tests.slow import slow
 
 
 @pytest.fixture(params=OPERATORS)
@@ -20,7 +21,7 @@ def cases(request):
     return OPERATORS[request.param]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
 def test_a_row_of_right_kernels(cases, dtype, tmp_path):
     row = check.compare(cases, "default", cases.SMALL, dtype, seeds=[0])
     assert row["passed"] and row["not_finite"] == [], row

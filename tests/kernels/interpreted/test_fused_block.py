@@ -7,6 +7,7 @@ import torch
 import repro.models  # noqa: F401
 from kernels.tools import check
 from repro.models import fused_block
+from tests.slow import slow
 
 NAMES = {"stream": "tokens"}
 
@@ -29,16 +30,9 @@ def differentiate(model, images, backend):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        *[
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in ({"num_heads": 1}, {"reading": "eta_base=0.5,positions=none"}, {"pool": "max"})
-        ],
-    ],
+    "options", [{}, *[slow(options) for options in ({"num_heads": 1}, {"reading": "eta_base=0.5,positions=none"}, {"pool": "max"})]]
 )
-@pytest.mark.parametrize("sides", [pytest.param((80, 80), marks=pytest.mark.slow), (48, 112)])
+@pytest.mark.parametrize("sides", [slow((80, 80)), (48, 112)])
 def test_it_is_the_plain_path(options, sides):
     """In fp32, on square and other grids whose last chunk is shorter: the two differ by rounding."""
     model, images = make(**options), torch.randn(2, 3, *sides)

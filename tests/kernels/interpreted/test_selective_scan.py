@@ -10,11 +10,12 @@ from kernels.selective_scan.reference import Arguments
 from kernels.tools import check
 from kernels.tools.selective_scan_cases import CASES as cases
 from kernels.tools.selective_scan_cases import VMAMBA, Sizes, one_direction
+from tests.slow import slow
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
 @pytest.mark.parametrize(("batch", "tokens", "channels", "options"), [(2, 5, 33, {}), (1, 19, 8, {}), (1, 19, 33, VMAMBA)])
 def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
     """Two blocks of channels of which one is short, and three groups of tokens, of Vim and of VMamba."""

@@ -12,6 +12,7 @@ from kernels.tools import check
 from kernels.tools.ttt_linear_cases import CASES as cases
 from kernels.tools.ttt_linear_cases import Sizes, one_direction, small
 from kernels.ttt_linear import triton_bwd, triton_fwd, triton_phases
+from tests.slow import slow
 
 arguments, draw = cases.arguments, cases.draw
 
@@ -40,7 +41,7 @@ def test_many_groups():
 
 def ragged(*others):
     """17 tokens: a chunk and a token; other sizes are slow."""
-    return pytest.mark.parametrize(("tokens", "options"), [(17, {}), *[pytest.param(*other, marks=pytest.mark.slow) for other in others]])
+    return pytest.mark.parametrize(("tokens", "options"), [(17, {}), *[slow(*other) for other in others]])
 
 
 @ragged((1, {}), (150, {}), (700, {}), (150, {"head_dim": 16}), (81, {"chunk_size": 4}))
@@ -126,9 +127,7 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
     assert len(benchmarked) == buckets * sum(len(module.configs(torch.float16, 16)) for module in kernels)
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens"), [(1, 21), pytest.param(2, 21, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 21), slow(2, 21), slow(2, 1)])
 def test_v_as_a_part_of_a_wider_projection(batch, tokens):
     """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous v."""
     given, dout = draw_arguments(Sizes(batch=batch, tokens=tokens, heads=3), torch.float16)
