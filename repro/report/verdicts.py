@@ -62,8 +62,15 @@ NOT_MEASURED = Status(
     "other numbers",
     counted="{} are not measured",
 )
+OUT_OF_SCOPE = Status(
+    "○",
+    "out of scope",
+    means="it needs a model of another field than vision, which this project does not build",
+    counted="{} are out of scope",
+)
 STATUSES = {
-    each.word: each for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED)
+    each.word: each
+    for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED, OUT_OF_SCOPE)
 }
 CONSISTENT = Mark("–ᶜ", NOT_MEASURED.word, "not measured, consistent with the paper's tables")
 KINDS = {

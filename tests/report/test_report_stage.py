@@ -49,7 +49,7 @@ def test_it_ends_with_one_line_of_counts(reported, capsys):
     run(ReportParams(), reported.paths)
     line = capsys.readouterr().out
     words = "matched / matched, truncated / fitted / declared / differs, explained / differs, unexplained / paper inconsistent / "
-    words += "not measurable as described / not measured"
+    words += "not measurable as described / not measured / out of scope"
     *counts, total = map(int, re.findall(r"\d+", line))
     assert re.sub(r" \d+", "", line) == f"{words} of\n"
     assert sum(counts) == total == len(reported.ledger.entries)

@@ -225,11 +225,12 @@ def test_every_status_can_be_had_and_is_counted(checkout):
         + claim("15.0", name="text.g", equals="1 + 1")
         + claim("16.0", name="text.h", measurable="2 < 1", because="no")
         + claim("17.0", name="text.i", ours='params_m("toy_small@224")')
+        + claim("18.0", name="text.j", ours="", out_of_scope="no model of images")
         + "explanations:\n  - {ids: [text.e_v], text: 'ours lacks {computed}', shows: 12 + 1}\n"
     )
     assert [verdict.status for verdict in report.all] == list(STATUSES)
     text = render_blocks(summary(report).blocks)
-    assert "| **all** |" + " **1** |" * 9 + " **9** |" in text
+    assert "| **all** |" + " **1** |" * 10 + " **10** |" in text
     assert "1 relations" in text and "0 hold, 1 do not" in text
     rows = render_blocks(differences(report).blocks).splitlines()[-2:]
     assert rows == ["| text.e_v | 13.0 → 12.06 | ours lacks 13 |", "| text.f_v | 14.0 → 12.06 | **unexplained** |"]
