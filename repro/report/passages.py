@@ -8,7 +8,7 @@ from .dense import find_compared_runs, name_first_weights
 from .document import Block, Bullets, Line, Piece, Section, code, number, prose, table
 from .gallery import describe_origin
 from .measured import format_scores
-from .records import Source, describe_seeds
+from .records import Source, describe_seeds, find_score_interval
 from .verdicts import STATUSES
 
 AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
@@ -88,7 +88,7 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
     m = source.metrics
     said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
     for key, label in labels.items():
-        interval = m.get(f"{key.removesuffix('_percent')}_ci95_percent") or [m[key]] * 2
+        interval = find_score_interval(m, key) or [m[key]] * 2
         word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
     parts = [f"{word} in {_list(names)}" for word, names in said.items() if names]

@@ -5,6 +5,7 @@ import pytest
 from repro.core.errors import UserError
 from repro.report.comparison import differences, not_measurable, summary
 from repro.report.markdown import render_blocks
+from repro.report.measured import format_scores
 from repro.report.verdicts import STATUSES
 
 MODEL = "toy_tiny"
@@ -24,6 +25,13 @@ def claim(printed: str = "12.0", kind: str = "count", name: str = "text.x", **fi
     return (
         f"  - id: {name}\n    place: Section 1\n    says: s\n    kind: {kind}\n    values:\n      v:\n        printed: {printed}{listed}\n"
     )
+
+
+@pytest.mark.parametrize(("classes", "top5"), [(2, False), (5, False), (10, True)])
+def test_no_interval_of_a_share_passes_100_and_top5_needs_more_than_five_classes(classes, top5):
+    metrics = {"classes": classes, "top1_percent": 81.7, "top1_ci95_percent": [59.3, 104.0], "top5_percent": 100.0}
+    text = format_scores(metrics, {"top1_percent": "top-1", "top5_percent": "top-5"})
+    assert "[59.3, 100.0]" in text and ("top-5" in text) == top5
 
 
 def judge(checkout, *claims: str, more: str = "", **about):
