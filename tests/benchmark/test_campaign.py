@@ -133,7 +133,7 @@ def test_processes_add_up(checkout):
 def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     """Records of a CPU are not shown; what a GPU's say stands in a line each."""
     ((page, marker, text),) = campaign.make_passages(checkout)
-    assert (page, marker) == ("docs/gpu.md", "gpu records") and "No GPU is measured" in text
+    assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
     identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
     row = {"mib": 27, "median_ms": 0.5}
     write_json(checkout.measured("cpu_x") / "environment.json", {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}})

@@ -72,7 +72,7 @@ def test_pages_that_are_true_pass(reported, capsys):
             ("results/tables.md", "1.44 → 1.458 ≠ᵉ (+0.018)", "1.44 → 1.458 ✓"),
             ("results/claims.json", '"status": "differs, explained"', '"status": "matched"'),
             ("results/claims.csv", '"differs, explained"', "matched"),
-            ("docs/readings.md", "# How the paper is read", "# How the paper must be read"),
+            ("results/papers/readings.md", "Vision-TTT leaves choices open", "Vision-TTT leaves nothing open"),
         ],
         2,
     ),

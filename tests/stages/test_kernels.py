@@ -170,8 +170,8 @@ def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch):
 
 
 def test_documented_tables_are_of_committed_records():
-    """docs/gpu.md: each generated block is what the records under results/measured give; `repro report` writes them."""
-    page = (ROOT / kernels.DOCS).read_text()
+    """results/speed.md: each generated block is what the records under results/measured give; `repro report` writes them."""
+    page = (ROOT / kernels.PAGE).read_text()
     for name, block, text in kernels.make_passages(find_root(ROOT)):
         assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block
 

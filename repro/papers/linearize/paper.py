@@ -4,11 +4,18 @@ from pathlib import Path
 
 from ...report.paper import Contest, Paper, Question, Variants, VariantTable
 from . import formulas
-from .attention import attention_section, describe_attention
-from .recovery import describe_recovery, recovery_section
+from .attention import attention_section
+from .recovery import recovery_section
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
-_FORMULAS = (formulas.recipe_setting, formulas.neighbours_macs_g, formulas.in_tenths, formulas.identity_error, formulas.shift_error)
+_FORMULAS = (
+    formulas.recipe_setting,
+    formulas.neighbours_macs_g,
+    formulas.in_tenths,
+    formulas.identity_error,
+    formulas.shift_error,
+    formulas.foreign_weights,
+)
 _NOTES = {
     "Table 1, fine-tuned": "Linear attention is ours: its kernel, elu + 1, and its normaliser are not stated.",
     "Table 1, frozen": "Only the new weights are trained; linear attention has none, and stays as it was put in.",
@@ -57,7 +64,6 @@ PAPER = Paper(
     ),
     pictures=("figures/t5_resolution.png",),
     sections=(recovery_section, attention_section),
-    passages={"docs/linearize.md": {"recovery": describe_recovery, "attention": describe_attention}},
     variants=Variants(
         options=VARIANTS,
         recipes={name: {"freeze": True} for name in FROZEN},
