@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from repro.core.record import read_record
+
 NANO = "vittt_nano_patch16_144"
 WEIGHTS = "results/pretrain/nano/weights.safetensors"
 SHARED = f"""{{model: {NANO}, options: {{depth: 4}}, init: {{weights: {WEIGHTS}}}, data: scenes, epochs: 2, batch_size: 4, drop_path: 0.1, precision: fp32, optim: {{lr: 1.0e-3, warmup_lr: 1.0e-4, lr_batch_size: 4, schedule: step, milestones: [1], warmup_steps: 2, layer_decay: 0.85, clip_grad_norm: 5.0}}"""
@@ -81,7 +83,7 @@ def trained(dense, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("stage", "steps", "score"), [("detect", 6, "ap_box_percent"), ("segment", 4, "miou_percent")])
 def test_what_a_run_leaves(trained, stage, steps, score):
     folder = trained / "results" / stage / "nano"
-    record = json.loads((folder / "metrics.json").read_text())
+    record = read_record(folder / "metrics.json")
     metrics = record["metrics"]
     assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["init"]["weights"]) == ("scenes", 2, steps, WEIGHTS)
     assert (metrics["split"], metrics["held_out_images"]) == ("test", 4)
@@ -133,7 +135,7 @@ def test_random_weights_stand_elsewhere(checkout, repro_cli):
     code, out, err = repro_cli("segment", "--random", "--epochs", "1")
     assert code == 0, err
     (record,) = Path("results/measured").glob("*/segment/nano_random_1epochs/metrics.json")
-    assert json.loads(record.read_text())["metrics"]["init"] is None and not Path("results/segment").exists()
+    assert read_record(record)["metrics"]["init"] is None and not Path("results/segment").exists()
     assert "expected: new" in out and "used" not in out
 
 
