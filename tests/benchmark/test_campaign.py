@@ -55,6 +55,7 @@ def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_says_what_is_left(tmp_path, capsys, monkeypatch):
     """A step that runs out of time, and then no time for the next."""
     monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
@@ -86,6 +87,7 @@ def measured(checkout, name):
     return file
 
 
+@pytest.mark.slow
 def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -97,6 +99,7 @@ def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     assert metrics["backend"] == "numba" and metrics["machine"]
 
 
+@pytest.mark.slow
 def test_a_training_is_timed(checkout):
     """The rate of the record is that of the steps' own seconds; a second call of the same code trains nothing."""
     params = TrainingParams(model="vittt_nano_patch16_144", image_size=32, batch_size=128, precision="fp32", steps=8)

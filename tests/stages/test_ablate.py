@@ -89,6 +89,7 @@ def test_parameters_of_the_variants_by_hand(name, thousands):
     assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).num_params / 1e3 == pytest.approx(thousands, abs=0.5)
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
     paths, whole = Paths(ready), Path("whole")
     params = load_section(SPEC.params, paths.params, "ablate", "conv1d")

@@ -56,6 +56,7 @@ def test_what_ranks_agree_on(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_all(tmp_path):
     """The other one waits in an exchange that will never come."""
     (tmp_path / "agree.py").write_text(AGREE)
