@@ -15,7 +15,7 @@ from .core.errors import RunError, UserError
 from .core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_old
 from .core.hashing import hash_sources, import_closure
 from .core.paths import Paths
-from .core.record import read_json, write_json
+from .core.record import DETAILS_FILE, read_record, write_json
 
 
 class OldRecord(NamedTuple):
@@ -127,7 +127,7 @@ def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
     """
     records = {}
     for file in sorted(paths.results.rglob("*.json")):
-        content = {} if file.parent.name == "seeds" else read_json(file)
+        content = {} if file.parent.name == "seeds" or file.name == DETAILS_FILE else read_record(file)
         if isinstance(content, dict) and isinstance(content.get("identity"), dict):
             records[file.relative_to(paths.root).as_posix()] = {"metrics": None, **content}
     found: dict[str, list[OldRecord]] = {why: [] for why in (OTHER_CODE, REPEATED, OLDER_VERSION)}

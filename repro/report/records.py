@@ -9,7 +9,7 @@ from ..core.config import load_yaml
 from ..core.errors import UserError
 from ..core.freshness import REPEATED, find_old
 from ..core.paths import Paths
-from ..core.record import read_json
+from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import clip_share
 
 
@@ -73,7 +73,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
             files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
             files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
     for file in sorted(root.glob("measured/**/*.json")):
-        if not file.name.endswith(("run.json", "recipe.json")) and file.parent.name != "seeds":
+        if not file.name.endswith(("run.json", "recipe.json", DETAILS_FILE)) and file.parent.name != "seeds":
             files.append((file, None, None))
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
@@ -82,15 +82,16 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there."""
+    """(record, command) of each metrics.json that the stages of dvc.yaml write at these parameters and that is not there."""
     # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
         cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]
         template = stage.get("do", stage)
         for cell in cells:
-            for record in (name.replace("${key}", cell) for metrics in template.get("metrics", []) for name in metrics):
-                if not (paths.root / record).is_file():
+            listed = [*template.get("metrics", []), *template.get("outs", [])]
+            for record in (name.replace("${key}", cell) for entry in listed for name in ([entry] if isinstance(entry, str) else entry)):
+                if record.endswith("/metrics.json") and not (paths.root / record).is_file():
                     missing.append((record, template["cmd"].replace("${key}", cell)))
     return missing
 
@@ -142,7 +143,7 @@ class _Named(dict):
 
 def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:
     path = file.relative_to(paths.root).as_posix()
-    content = read_json(file)
+    content = read_record(file)
     halves = [content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")]
     if not all(isinstance(half, Mapping) for half in halves):
         raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")

@@ -1,5 +1,6 @@
 """Figures in the paper's order, pictures with their origin, and the commands that make what is missing."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image
 
 from repro.papers.vision_ttt.figures import FIGURES
+from repro.report.gallery import describe_origin
 from repro.report.records import find_missing_records
 from repro.report.verdicts import STATUSES
 
@@ -110,3 +112,20 @@ def test_every_entry_of_the_ledger_is_in_the_index(checkout):
     words = "|".join(sorted(STATUSES, key=len, reverse=True))
     counted = sum(int(number) for number in re.findall(rf"(\d+) (?:{words})", text))
     assert counted == len(checkout.ledger.entries)
+
+
+def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
+    checkout.train("pretrain/a", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
+    checkout.train("pretrain/b", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
+
+    def describe(**hashes):
+        for cell, number_hash in hashes.items():
+            file = checkout.paths.results / "pretrain" / cell / "metrics.json"
+            record = json.loads(file.read_text())
+            record["identity"]["number_hash"] = number_hash
+            file.write_text(json.dumps(record))
+        return describe_origin(checkout.judge().results.sources, "here").partition("here")[2]
+
+    assert describe() == ""
+    assert describe(a="of other files") == "; 1 of 2 made by older code"
+    assert describe(b="of other files") == "; made by older code"
