@@ -47,7 +47,7 @@ def readme_blocks(report: Report) -> dict[str, str]:
 
 
 def note_pipeline(report: Report) -> None:
-    """Write results/pipeline.json: how long all stages took, how many ran at once, their commits, and the device and profile of those that train.
+    """Write results/pipeline.json: how long all stages and each took, how many ran at once, their commits, device and profile.
 
     After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the records, where
     Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is; likewise where it was written
@@ -63,7 +63,8 @@ def note_pipeline(report: Report) -> None:
     try:
         runs = [read_json(file) for file in files]
         first = min(datetime.datetime.fromisoformat(run["finished"]).timestamp() - run["seconds"] for run in runs)
-        seconds = sum(run["seconds"] for run in runs)
+        stages = {source.unit: run["seconds"] for source, run in zip(own, runs, strict=True)}
+        seconds = sum(stages.values())
     except (UserError, LookupError, TypeError, ValueError):
         return
     if first > began - 1:  # the records say whole seconds
@@ -73,7 +74,7 @@ def note_pipeline(report: Report) -> None:
         if file.is_file() and read_json(file).get("commits") == commits:
             return
     origin = describe_origin([source for source in own if source.is_trained], report.named)
-    noted = {"seconds": round(seconds), "jobs": int(jobs), "origin": origin, "commits": commits}
+    noted = {"seconds": round(seconds), "jobs": int(jobs), "origin": origin, "commits": commits, "stages": stages}
     write_json(file, noted)
 
 

@@ -51,6 +51,11 @@ class Source:
         return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
 
     @property
+    def unit(self) -> str:
+        """What DVC calls the stage, or the stage and the cell, that wrote it: `pretrain@nano`."""
+        return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
+
+    @property
     def is_trained(self) -> bool:
         """Whether it records trainings, one for each seed."""
         return "by_seed" in self.metrics
