@@ -124,7 +124,7 @@ def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
             record = json.loads(file.read_text())
             record["identity"]["number_hash"] = number_hash
             file.write_text(json.dumps(record))
-        return describe_origin(checkout.judge().results.sources, "here").partition("here")[2]
+        return describe_origin(checkout.results().sources, "here").partition("here")[2]
 
     assert describe() == ""
     assert describe(a="of other files") == "; 1 of 2 made by older code"
