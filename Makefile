@@ -54,49 +54,11 @@ reproduce: setup
 	@[ -e .git ] || $(VENV)/bin/dvc config --local core.no_scm true
 	$(VENV)/bin/repro run --force
 
-# Everything under results/measured/<this CPU> and results/measured/compile, in order. Each step keeps what is finished, so a second call
-# continues. The rates that `repro tune` chooses go into params.yaml by hand, before the rest; what needs a quiet machine comes last.
 REPRO := $(VENV)/bin/repro
+
+# Into results/measured/<this CPU> and results/measured/compile, by the steps of results/measured/steps.yaml; a second call continues
 measure-cpu: setup
-	$(REPRO) prepare-data
-	$(REPRO) tune --data digits --jobs $(JOBS)
-	printf '%s\n' 'pretrain --cell vittt_nano_digits' 'baselines --cell resnet_nano_digits' 'baselines --cell deit_nano_digits' \
-		'baselines --cell vim_nano_digits' 'baselines --cell vrwkv_nano_digits' 'baselines --cell vit3_nano_digits' \
-		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL --seeds 5'
-	$(REPRO) ablate --all --data digits --seeds 7 --jobs $(JOBS) --no-speed
-	printf '%s\n' conv1d dual conv2d \
-		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I VARIANT $(REPRO) ablate --variant VARIANT --data connect --seeds 7 --epochs 6 --no-speed
-	$(REPRO) readings --train --data digits --seeds 3 --jobs $(JOBS)
-	[ -f results/pretrain/vittt_nano_digits_wild/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits_wild
-	printf '%s\n' 'detect --cell vittt_nano_scenes' 'segment --cell vittt_nano_scenes' 'detect --cell vittt_nano_scenes --random' \
-		'segment --cell vittt_nano_scenes --random' | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL --seeds 3'
-	printf '%s\n' 'baselines --cell hvit3_nano_digits' 'baselines --cell hvit3_nano_digits_mesa' 'baselines --cell vmamba_nano_digits' \
-		'baselines --cell mambavision_nano_digits' 'detect --cell hvit3_nano_scenes' 'detect --cell vmamba_nano_scenes' \
-		'segment --cell hvit3_nano_scenes' 'segment --cell vmamba_nano_scenes' \
-		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL sh -c '$(REPRO) CELL'
-	$(REPRO) ablate --paper vit3 --all --data digits --seeds 5 --jobs $(JOBS) --no-speed
-	[ -f results/baselines/t5_softmax_nano_digits/weights.safetensors ] || $(REPRO) baselines --cell t5_softmax_nano_digits
-	$(REPRO) ablate --paper linearize --all --data digits --seeds 5 --jobs $(JOBS) --no-speed
-	$(REPRO) baselines --cell t5_nano_digits_scratch --seeds 5
-	$(REPRO) baselines --cell t5_softmax_deep_digits
-	$(REPRO) ablate --paper linearize --all --data digits --seeds 2 --jobs $(JOBS) --no-speed \
-		--teacher "$$(ls results/measured/*/baselines/t5_softmax_deep_digits/weights.safetensors | head -n 1)"
-	for student in linear swiglu dwc_qk nat5; do \
-		$(REPRO) explain --map attention --data digits --teacher results/baselines/t5_softmax_nano_digits/weights.safetensors \
-			--weights "$$(ls results/measured/*/ablate/linearize/digits/$$student/weights.safetensors | head -n 1)" -o .runs/attention.png; done
-	for data in digits connect; do \
-		$(REPRO) ablate --paper kv_binding --all --data $$data --seeds 5 --jobs $(JOBS) --no-speed; done
-	for variant in vit3_own lact_own vittt_own; do for probe in steps=2 steps=4 ascent q_is_k; do for data in digits connect; do \
-		$(REPRO) explain --probe $$probe --data $$data \
-			--weights "$$(ls results/measured/*/ablate/kv_binding/$$data/$$variant/weights.safetensors | head -n 1)"; done; done; done
-	[ -f results/pretrain/vittt_nano_digits/weights.safetensors ] || $(REPRO) pretrain --cell vittt_nano_digits
-	printf '%s\n' dit3_nano_digits dit_nano_digits dit_cpe_nano_digits \
-		| OMP_NUM_THREADS=1 xargs -P $(JOBS) -I CELL $(REPRO) generate --cell CELL --seeds 3
-	$(REPRO) ablate --all --data digits --seeds 7
-	$(REPRO) forms
-	$(REPRO) efficiency --res 224..1280 --minutes 60 --runs 2
-	TRITON_INTERPRET=1 $(REPRO) kernels check
-	$(REPRO) kernels resources
+	$(REPRO) run --measured --jobs $(JOBS)
 
 # Into results/measured/<GPU>; a second call continues. Without this .venv, on a machine that has PyTorch: `python -m repro measure`.
 measure-gpu: setup

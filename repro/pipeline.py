@@ -1,16 +1,19 @@
-"""Running the stages of dvc.yaml, several at once where none needs the output of another."""
+"""Running the stages of dvc.yaml, or the commands of results/measured/steps.yaml, several at once where none needs another's output."""
 
 import dataclasses
+import itertools
 import os
+import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from .core.config import build, load_yaml
 from .core.errors import RunError
 from .core.paths import Paths
-from .core.runtime import RUN_BEGAN, Runtime, choose_device, usable_cores
+from .core.runtime import RUN_BEGAN, Runtime, choose_device, device_slug, usable_cores
 from .training.pool import Work, run_all
 
 
@@ -98,3 +101,104 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
     if failed:
         said = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise RunError(f"{len(failed)} of {len(works)} stages failed: {said}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Commands of results/measured/steps.yaml, which explains the keys."""
+
+    purpose: str
+    commands: tuple[str, ...]
+    each: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    records: tuple[str, ...] = ()
+    makes: str | None = None
+    at_once: bool = False
+    quiet: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command of a group with its values: its words, the variables in front, and the patterns of its records."""
+
+    group: Group
+    variables: Mapping[str, str]
+    words: tuple[str, ...]
+    records: tuple[str, ...]
+
+
+def read_steps(paths: Paths, here: str, jobs: int) -> list[Step]:
+    """The steps of results/measured/steps.yaml in their order; `here` is the folder of this device. Raises UserError."""
+    file = paths.results / "measured" / "steps.yaml"
+    steps = []
+    for number, content in enumerate(load_yaml(file), start=1):
+        group = build(Group, content, f"{file.name}: group {number}")
+        for values in itertools.product(*group.each.values()):
+            named = dict(zip(group.each, values, strict=True), here=here, jobs=jobs)
+            for command in group.commands:
+                words = shlex.split(command.format_map(named))
+                begin = next(place for place, word in enumerate(words) if "=" not in word)
+                variables = dict(word.split("=", 1) for word in words[:begin])
+                steps.append(Step(group, variables, tuple(words[begin:]), tuple(each.format_map(named) for each in group.records)))
+    return steps
+
+
+def choose_steps(paths: Paths, steps: Iterable[Step], stale: Set[str] | None) -> list[Step]:
+    """The steps that are to run: without `stale`, all but those whose file is there; else those with a record in it, or with none."""
+    chosen = []
+    for step in steps:
+        if step.group.makes:
+            wanted = not (paths.root / step.group.makes).is_file()
+        else:
+            found = [_list_records(paths, pattern) for pattern in step.records]
+            wanted = stale is None or not all(found) or not stale.isdisjoint(itertools.chain(*found))
+        if wanted:
+            chosen.append(step)
+    return chosen
+
+
+def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] | None) -> None:
+    """Run the steps of results/measured/steps.yaml; each keeps what is finished, so that a second call continues.
+
+    Args:
+        stale: run only what wrote one of these records, or has written none; what is stale moves to .runs/replaced first, since a
+            command continues what it finds. None runs all.
+
+    Raises:
+        RunError: a step failed, and those behind it did not run; Interrupted: a signal came.
+    """
+    here = paths.measured(device_slug(choose_device(runtime.device))).relative_to(paths.root).as_posix()
+    steps = choose_steps(paths, read_steps(paths, here, jobs), stale)
+    for step in steps if stale else ():
+        for name in stale.intersection(itertools.chain(*(_list_records(paths, pattern) for pattern in step.records))):
+            _put_aside(paths, name)
+    works: dict[str, Work] = {}
+    before: tuple[str, ...] = ()
+    for number, (_, listed) in enumerate(itertools.groupby(steps, key=lambda step: step.group), start=1):
+        names = []
+        for place, step in enumerate(listed, start=1):
+            names.append(f"{shlex.join(step.words)}{' (needs a quiet machine)' if step.group.quiet else ''}")
+            log = paths.logs("measured", f"{number:02d}_{step.words[0]}") / f"{place:02d}.txt"
+            more = {"after": before, "alone": not step.group.at_once, "environment": step.variables}
+            works[names[-1]] = Work(arguments=step.words, log=log, **more)
+        before = tuple(names)
+    failed = run_all(works, jobs, runtime, paths.root, alike=False)
+    if failed:
+        said = "; ".join(f"{name}: {error}" for name, error in failed.items() if not error.startswith("not run"))
+        raise RunError(f"{len(failed)} of {len(works)} steps failed or did not run: {said}")
+    print(f"{len(works)} steps are done; `repro report` shows what they measured" if works else "nothing to do")
+
+
+def _list_records(paths: Paths, pattern: str) -> list[str]:
+    """The records of a pattern, relative to the checkout."""
+    names = (file.relative_to(paths.root).as_posix() for file in sorted(paths.root.glob(pattern)))
+    return [name for name in names if not name.endswith("run.json")]
+
+
+def _put_aside(paths: Paths, record: str) -> None:
+    """Move a record that was measured by hand to .runs/replaced, with its cell's folder; those of the graph are made again in place."""
+    file = paths.root / record
+    what = file.parent if file.name == "metrics.json" else file
+    if what.exists() and file.is_relative_to(paths.results / "measured"):
+        target = paths.root / ".runs" / "replaced" / f"{time.time():.0f}" / what.relative_to(paths.results)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        what.rename(target)

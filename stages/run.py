@@ -1,4 +1,4 @@
-"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once."""
+"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once; or all that is measured beside it."""
 
 from typing import Annotated
 
@@ -14,15 +14,32 @@ def command(
         int | None, typer.Option(min=1, help="How many stages run at once. Default: one for each GPU, or for each CPU core.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Run all stages, also those whose results are up to date.")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Run the commands of results/measured/steps.yaml instead, for hours.")
+    ] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="With --measured: only those whose records are missing or of older code.")] = False,
 ) -> None:
     """Run the stages of dvc.yaml, several at once where none needs another; measurements of speed run alone.
 
     Each stage is run by `dvc repro --single-item`, so DVC's records are those of a plain `dvc repro`. Their output goes to .runs/logs/run.
+    What runs beside the graph, `--measured`, keeps what is finished, so that a second call continues.
     """
+    from repro.core.errors import UserError
+    from repro.core.freshness import REPEATED
     from repro.core.paths import find_root
     from repro.core.runtime import load_runtime
-    from repro.pipeline import choose_jobs, run_stages
+    from repro.graph import find_old_records
+    from repro.pipeline import choose_jobs, run_measured, run_stages
+
+    if stale and not measured:
+        raise UserError("run: --stale goes with --measured; the stages of the graph know by themselves what is stale")
+    if force and measured:
+        raise UserError("run: --force goes without --measured; what is finished there is kept")
 
     paths = find_root()
     runtime = load_runtime(paths)
+    if measured:
+        old = {record.path for why, records in find_old_records(paths).items() if why != REPEATED for record in records}
+        run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime), stale=old if stale else None)
+        return
     run_stages(paths, load_stages(), runtime, jobs=jobs or choose_jobs(runtime), force=force)

@@ -19,6 +19,8 @@ import yaml
 import stages
 from repro.cli import app
 from repro.core.config import build, load_yaml
+from repro.core.paths import Paths
+from repro.pipeline import read_steps
 from tests.test_layout import imported, tracked
 
 ROOT = Path(__file__).parents[1]
@@ -73,9 +75,24 @@ def known_cells(page: Path) -> dict[str, set[str]]:
     examples = [yaml.safe_load(code) for language, code in FENCED.findall(page.read_text(encoding="utf-8")) if language == "yaml"]
     found: dict[str, set[str]] = {}
     for content in (*map(load_yaml, (ROOT / "profiles").glob("*.yaml")), *examples):
-        for section, cells in content.items():
+        for section, cells in (*content.items(), *content.get("by_hand", {}).items()):
             found.setdefault(section, set()).update(cells if isinstance(cells, dict) else ())
     return found
+
+
+def check_command(line: str, words: list[str], cells: dict[str, set[str]]) -> None:
+    """Fail where the words after `repro` name a verb, an option, a choice or a cell that is not there."""
+    if (command := find_verb(words)) is None:
+        return
+    options = options_of(command) | {"--help": None}
+    for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
+        if word.startswith("-"):
+            assert word in options, f"{line}: {command.name} has no option {word}"
+            choices = getattr(getattr(options[word], "type", None), "choices", None)
+            if choices and value.islower():
+                assert set(value.split("|")) <= set(choices), line
+            if word == "--cell" and value.islower():
+                assert value in cells[command.name.replace("-", "_")], line
 
 
 @each_page
@@ -88,16 +105,18 @@ def test_every_command_exists_with_its_options(page):
         elif program == "dvc":
             for stage, cell in (word.split("@") for word in words if "@" in word):
                 assert cell in known_cells(page)[stage], line
-        elif (command := find_verb(words)) is not None:
-            options = options_of(command) | {"--help": None}
-            for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
-                if word.startswith("-"):
-                    assert word in options, f"{line}: {command.name} has no option {word}"
-                    choices = getattr(getattr(options[word], "type", None), "choices", None)
-                    if choices and value.islower():
-                        assert set(value.split("|")) <= set(choices), line
-                    if word == "--cell" and value.islower():
-                        assert value in known_cells(page)[command.name.replace("-", "_")], line
+        else:
+            check_command(line, words, known_cells(page))
+
+
+def test_every_step_that_is_measured_exists_with_its_options():
+    steps = read_steps(Paths(ROOT), "results/measured/cpu", 2)
+    assert steps
+    for step in steps:
+        check_command(" ".join(step.words), list(step.words), known_cells(PAGES[0]))
+        assert step.records or step.group.makes, f"{step.words}: --stale cannot tell whether it has run"
+    quiet = [step.group.quiet for step in steps if not step.variables and step.words[0] != "kernels"]
+    assert quiet == sorted(quiet), "what needs a quiet machine comes last"
 
 
 @each_page

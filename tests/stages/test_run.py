@@ -13,7 +13,7 @@ from repro.core.config import load_yaml
 from repro.core.errors import RunError
 from repro.core.paths import Paths
 from repro.core.runtime import RUN_BEGAN, Runtime, load_runtime
-from repro.pipeline import read_units, run_stages
+from repro.pipeline import choose_steps, read_steps, read_units, run_measured, run_stages
 from stages import Stage
 
 # `meet` waits until its partner runs too; `quiet` fails if anything else runs; what ends leaves no sign
@@ -130,3 +130,57 @@ def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(proje
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert load_runtime(project) == Runtime(threads=expected, data_roots={})
+
+
+STEPS = """
+- {purpose: two, at_once: true, commands: ["train --cell {cell}"], each: {cell: [a, b]}, records: ["{here}/train/{cell}/metrics.json"]}
+- {purpose: weights, commands: [train --cell c], makes: c.safetensors}
+- {purpose: speed, quiet: true, commands: ["FAST=1 time --jobs {jobs}"], records: ["{here}/time/*.json"]}
+"""
+HERE = "results/measured/cpu"
+
+
+@pytest.fixture
+def measured(project) -> Paths:
+    (project.results / "measured").mkdir(parents=True)
+    (project.results / "measured" / "steps.yaml").write_text(STEPS)
+    for name in ("train/a/metrics.json", "train/b/metrics.json", "time/x.json"):
+        (project.root / HERE / name).parent.mkdir(parents=True, exist_ok=True)
+        (project.root / HERE / name).write_text("{}")
+    return project
+
+
+def test_stale_chooses_the_steps_whose_records_are_old_or_missing(measured):
+    steps = read_steps(measured, HERE, 2)
+    assert [(step.words, step.variables) for step in steps][2:] == [
+        (("train", "--cell", "c"), {}),
+        (("time", "--jobs", "2"), {"FAST": "1"}),
+    ]
+
+    def chosen(*stale):
+        return [step.words[-1] for step in choose_steps(measured, steps, {f"{HERE}/{name}" for name in stale})]
+
+    (measured.root / "c.safetensors").touch()
+    assert chosen() == []
+    assert chosen("train/b/metrics.json") == ["b"]
+    assert chosen("time/x.json", "other.json") == ["2"]
+    (measured.root / HERE / "train/a/metrics.json").unlink()
+    assert chosen() == ["a"]
+    (measured.root / "c.safetensors").unlink()
+    assert chosen() == ["a", "c"]
+    assert len(choose_steps(measured, steps, None)) == 4
+
+
+def test_a_group_waits_for_the_one_before_and_stale_records_are_put_aside(measured, monkeypatch):
+    ran = {}
+    monkeypatch.setattr("repro.pipeline.device_slug", lambda device: "cpu")
+    monkeypatch.setattr("repro.pipeline.run_all", lambda works, *args, **more: ran.update(works) or {})
+    run_measured(measured, load_runtime(measured), jobs=2, stale={f"{HERE}/train/b/metrics.json", f"{HERE}/time/x.json"})
+    assert [(work.arguments[0], work.after, work.alone) for work in ran.values()] == [
+        ("train", (), False),
+        ("train", ("train --cell b",), True),
+        ("time", ("train --cell c",), True),
+    ]
+    left = {file.relative_to(measured.root / HERE).as_posix() for file in (measured.root / HERE).rglob("*.json")}
+    assert left == {"train/a/metrics.json"}
+    assert len(list((measured.root / ".runs/replaced").rglob("*.json"))) == 2
