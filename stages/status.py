@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from . import Stage, load_stages
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="run")
 
 
 def command() -> None:
