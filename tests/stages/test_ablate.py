@@ -18,6 +18,7 @@ import pytest
 
 from repro.core.config import load_section
 from repro.core.paths import Paths
+from repro.core.record import read_record
 from repro.core.runtime import load_runtime
 from repro.measure.flops import cost
 from repro.papers.grid import build_variant, load_grid, vary_recipe
@@ -56,7 +57,7 @@ def ready(checkout) -> Path:
 
 
 def record(folder: Path) -> dict:
-    return json.loads((folder / "metrics.json").read_text())
+    return read_record(folder / "metrics.json")
 
 
 def test_the_grid_is_17_models_of_20_entries():
@@ -122,7 +123,6 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
-@pytest.mark.slow
 def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
     from repro.core.runtime import choose_device, device_slug
