@@ -15,7 +15,7 @@ from tests.slow import first
 
 ROOT = Path(__file__).parents[2]
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
-MARKERS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n\n" for name in ("results", "picture", "verbs"))
+MARKERS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n\n" for name in ("verdict", "picture", "verbs"))
 SPEEDUP = "text.abstract.speedup_1280_t"
 
 

@@ -113,9 +113,12 @@ def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, secon
 
 
 def test_the_first_papers_page_is_what_it_is_without_it(reported):
-    before = (reported.paths.results / "tables.md").read_text(encoding="utf-8")
+    """But for its links to the other pages, its second paragraph."""
+    file = reported.paths.results / "tables.md"
+    before = file.read_text(encoding="utf-8").split("\n\n", 2)
     write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), JUDGE)
-    assert (reported.paths.results / "tables.md").read_text(encoding="utf-8") == before
+    after = file.read_text(encoding="utf-8").split("\n\n", 2)
+    assert after[::2] == before[::2]
     assert [entry["id"] for entry in reported.json("results/claims.json")["entries"]] == list(reported.ledger.entries)
 
 
