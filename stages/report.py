@@ -11,7 +11,7 @@ from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
 
-from . import PURPOSES, Stage, list_verbs, load_stages, stage_names, verb_of
+from . import PURPOSES, Stage, list_families, list_verbs, load_stages, stage_names, verb_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,14 @@ class ReportParams:
 
 
 _FILES = ("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")  # it lists the verbs and their scores
-STAGE = Stage(params=ReportParams, modules=lambda params: find_rooms(), files=_FILES)
+
+
+def _list_modules(params: ReportParams) -> list[str]:
+    """What it shows, and all that a record can be of: the pages say whose code has changed since."""
+    return [*find_rooms(), *list_families(), *(f"stages.{name}" for name in stage_names())]
+
+
+STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES)
 
 
 def command(

@@ -20,7 +20,7 @@ from .gallery import OUTSIDE, describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
 from .paper import Contest, Question
-from .records import describe_seeds
+from .records import describe_age, describe_seeds
 from .results import Results
 from .variants import Group, judge_variants
 from .verdicts import (
@@ -119,6 +119,7 @@ def _compare_speeds(contest: Contest, results: Results) -> Line | None:
     )
     limits = [f"up to {size}² than {attention} {theirs}" for attention, size in slower.items() if size]
     below = f". It is slower {', and '.join(limits)}." if limits else "."
+    below += " The code has changed since." if describe_age([speeds.source]) else ""
     return strong(f"On a {kind.upper()} ({name})"), text, below
 
 
@@ -147,7 +148,7 @@ def _describe_run(pipeline: Path) -> str:
 
 
 def note_pipeline(results: Results) -> None:
-    """Write results/pipeline.json: how long all stages took, how many ran at once, and their commits.
+    """Write results/pipeline.json: how long all stages and each took, how many ran at once, and their commits.
 
     After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the records, where
     Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is; likewise where it was written
@@ -163,7 +164,8 @@ def note_pipeline(results: Results) -> None:
     try:
         runs = [read_json(file) for file in files]
         first = min(datetime.datetime.fromisoformat(run["finished"]).timestamp() - run["seconds"] for run in runs)
-        seconds = sum(run["seconds"] for run in runs)
+        stages = {source.unit: run["seconds"] for source, run in zip(own, runs, strict=True)}
+        seconds = sum(stages.values())
     except (UserError, LookupError, TypeError, ValueError):
         return
     if first > began - 1:  # the records say whole seconds
@@ -172,7 +174,7 @@ def note_pipeline(results: Results) -> None:
         jobs = 1
         if file.is_file() and read_json(file).get("commits") == commits:
             return
-    write_json(file, {"seconds": round(seconds), "jobs": int(jobs), "commits": commits})
+    write_json(file, {"seconds": round(seconds), "jobs": int(jobs), "commits": commits, "stages": stages})
 
 
 def answer_blocks(report: Report) -> tuple[Table, Line]:

@@ -8,7 +8,7 @@ from .contest import find_speeds
 from .dense import find_dense_drawn
 from .document import Block, Heading, Line, Picture, Section, code, prose, table
 from .paper import Figure
-from .records import Source
+from .records import Source, describe_age
 from .results import Results
 from .variants import find_drawn
 from .verdicts import format_counts
@@ -72,13 +72,13 @@ def find_beside(name: str, results: Results) -> list[Source]:
 
 
 def describe_origin(sources: list[Source], named: str) -> str:
-    """The devices of records, and the profile that they were made with."""
+    """The devices of records, the profile that they were made with, and whether older code made them."""
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
     if all(device.startswith("none: ") for device in devices):  # on no device, and by no parameters that a run would have
-        return ", ".join(device.removeprefix("none: ") for device in devices)
-    return f"{', '.join(devices)}; {describe_profile(sources, named)}"
+        return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
+    return f"{', '.join(devices)}; {describe_profile(sources, named)}{describe_age(sources)}"
 
 
 def describe_profile(sources: Iterable[Source], named: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .paper import Paper
-from .records import Source, find_missing_records, find_score_interval
+from .records import Source, describe_age, find_missing_records, find_score_interval
 from .results import Results, SpeedGroup
 from .verdicts import significant
 
@@ -39,7 +39,8 @@ def speed_and_memory(results: Results) -> Section:
     blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
-        blocks.append(Heading(f"{group}, {group.mode}"))
+        age = describe_age({source.path: source for _, source in rows}.values())
+        blocks.append(Heading(f"{group}, {group.mode}{age}"))
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
         listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]
         if listed:
@@ -68,7 +69,7 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
         run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
         images = number(f"{m['held_out_images']:.0f}") if m.get("held_out_images") is not None else "–"
         about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
-        rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.device])
+        rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.origin])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
@@ -97,7 +98,7 @@ def over_resolution(results: Results) -> list[Section]:
             f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
             "trained at scale behaves likewise, these small models cannot say."
         )
-        origin = code(source.path), f": {source.device}. Top-1 (%):"
+        origin = code(source.path), f": {source.origin}. Top-1 (%):"
         picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
         timed = ("Time of a forward pass for each image (ms):",)
         blocks = [(text,), picture, origin, table(header, accuracies), timed, table(header, times)]
@@ -118,7 +119,7 @@ def searches(results: Results) -> list[Section]:
         scores = "; ".join(f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried)
         at_edge = chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"])
         rate = f"{chosen['lr']:g}" + (", at the edge" if at_edge else "")
-        rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.device])
+        rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.origin])
     m = found[0].metrics
     text = (
         f"Every cell was searched alike: the same trials, each a whole training with seed {m['seed']}, scored on the images of `tune`, which "
@@ -148,6 +149,7 @@ def build_provenance(report: Report) -> list[Section]:
             command, vector = identity.get("command"), (identity.get("machine") or {}).get("vector")
             device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
             made_by = code(command) if command else "–"
+            device += describe_age([source])
             rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
         return [Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])]

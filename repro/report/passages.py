@@ -67,7 +67,7 @@ def count_noisy_rows(report: Report) -> list[Block]:
         repeated = source.metrics.get("repeated") or {}
         if repeated.get("overlap_percent") is not None:
             twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
-            blocks.append((code(source.path), f" ({source.device})", twice))
+            blocks.append((code(source.path), f" ({source.origin})", twice))
     return blocks
 
 

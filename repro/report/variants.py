@@ -15,7 +15,7 @@ from .document import Block, Heading, Picture, Piece, Section, Table, code, numb
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Variants, VariantTable
-from .records import Source, describe_seeds
+from .records import Source, describe_age, describe_seeds
 from .results import Results
 
 TOP1 = "top1_percent"
@@ -41,11 +41,11 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What was trained, for how long and on what device, whose threads are left out."""
+        """What was trained, for how long, on what device, whose threads are left out, and whether by older code."""
         m, seeds = self.common, describe_seeds(self.variants.values())
         device = next(iter(self.variants.values())).device.split(",")[0]
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
-        return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}"
+        return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}{describe_age(self.variants.values())}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""

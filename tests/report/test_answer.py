@@ -196,6 +196,7 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the
         assert "make reproduce" in (text := (checkout.paths.root / "README.md").read_text()) and ": 2 minutes\n" in text
     noted = read_json(checkout.paths.results / "pipeline.json")
     assert (noted["seconds"], noted["jobs"]) == (131, 1) and noted["commits"] == ["0123456789abcdef"]
+    assert {"complexity", "pretrain@v", "detect@v"} == set(noted["stages"]) and sum(noted["stages"].values()) == 131
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Figures in the paper's order, pictures with their origin, and the commands that make what is missing."""
 
+import json
 import re
 
 from PIL import Image
 
 from repro.papers.vision_ttt.figures import FIGURES
+from repro.report.gallery import describe_origin
 from repro.report.records import find_missing_records
 
 from .conftest import visualized
@@ -84,3 +86,20 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
     assert "| `results/train/b/metrics.json` | `repro train --cell b` |" in text and text.count("| `results/") == 1
     checkout.record("train/b", {})
     assert "Missing cells" not in checkout.page()
+
+
+def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
+    checkout.train("pretrain/a", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
+    checkout.train("pretrain/b", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
+
+    def describe(**hashes):
+        for cell, number_hash in hashes.items():
+            file = checkout.paths.results / "pretrain" / cell / "metrics.json"
+            record = json.loads(file.read_text())
+            record["identity"]["number_hash"] = number_hash
+            file.write_text(json.dumps(record))
+        return describe_origin(checkout.results().sources, "here").partition("here")[2]
+
+    assert describe() == ""
+    assert describe(a="of other files") == "; 1 of 2 made by older code"
+    assert describe(b="of other files") == "; made by older code"
