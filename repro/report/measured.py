@@ -1,8 +1,9 @@
-"""The sections of what we measured that is compared with no paper: speed and memory, runs on other data, and where records come from."""
+"""What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .paper import Paper
 from .records import Source, describe_age, find_missing_records, find_score_interval
@@ -63,7 +64,7 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
         return [Section(title, [prose("There are none yet: `repro pretrain`.")])] if paper.primary else []
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
-    for source in runs:
+    for source in sorted(runs, key=lambda each: -len(each.metrics.get("by_seed", ()))):
         m = source.metrics
         run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
         images = number(f"{m['held_out_images']:.0f}") if m.get("held_out_images") is not None else "–"
@@ -95,7 +96,7 @@ def over_resolution(results: Results) -> list[Section]:
         text = (
             f"The classifiers of the pipeline, trained at {m['train_image_size']}² pixels with one seed, on the {m['held_out_images']} "
             f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
-            "trained at scale behaves likewise, these nanos cannot say."
+            "trained at scale behaves likewise, these small models cannot say."
         )
         origin = code(source.path), f": {source.origin}. Top-1 (%):"
         picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
@@ -137,10 +138,10 @@ REPEATS = (
 )
 
 
-def provenance(results: Results) -> Section:
-    """Every record with what explains its numbers."""
+def build_provenance(report: Report) -> list[Section]:
+    """results/provenance.md: every record with what explains its numbers."""
     rows = []
-    for source in results.sources:
+    for source in report.results.sources:
         identity = source.identity
         if "code_hash" in identity:  # not that of the machine itself
             versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
@@ -151,10 +152,10 @@ def provenance(results: Results) -> Section:
             device += describe_age([source])
             rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
-        return Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])
+        return [Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])]
     header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     text = "Each record names what explains its numbers; code and params are hashes, and a CPU's last word is what PyTorch computes with."
-    return Section("Provenance", [(text,), (REPEATS,), table(header, rows)])
+    return [Section("Provenance", [(text,), (REPEATS,), table(header, rows)])]
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:

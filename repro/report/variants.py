@@ -132,8 +132,10 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
 
 
 def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
-    """The verdict on each table and figure for each group that has two of its variants."""
-    return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in _pair(report)]
+    """The verdict on each table and figure for each group that has two of its variants; of a table, the group with the most seeds first."""
+    tables = report.paper.variants.tables if report.paper.variants else ()
+    pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
+    return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
 
 
 def variants_section(report: Report) -> Section:
