@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import cpu_loops, threads
 from ..dispatch import compute_dtype
-from .reference import Arguments
+from .reference import EMPTY, Arguments, check_decay
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
@@ -38,8 +38,9 @@ def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[T
 def _arrays(x: Arguments) -> tuple[Tensor, ...]:
     """w, u, k in powers of two, and v, contiguous in the compute dtype. An exponent is at least that of nothing."""
     w, u, k, v = (each.to(compute_dtype(x.k.dtype)) for each in x)
+    check_decay(w, k.shape[1])
     log2e = 1 / math.log(2)
-    return w * log2e, u * log2e, (k * log2e).clamp(min=cpu_loops.FLOOR).contiguous(), v.contiguous()
+    return w * log2e, u * log2e, (k * log2e).clamp(min=EMPTY).contiguous(), v.contiguous()
 
 
 def _tasks(shape: Sequence[int]) -> tuple[int, int]:
