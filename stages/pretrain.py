@@ -23,7 +23,7 @@ def command(cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption
 
 def train(stage: str, cell: str | None, gpus: int | None, seeds: int | None, replay_bad_step: Path | None) -> None:
     """Train the cells of a section of classifiers, or replay a step of one of them."""
-    from repro.papers.vision_ttt.recipe import describe_recipe
+    from repro.papers import describe_recipe
     from repro.training.cells import replay, train_cells
 
     if replay_bad_step is not None:

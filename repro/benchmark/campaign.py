@@ -83,7 +83,7 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
 
 
 def time_collectives(paths: Paths, minutes: float | None) -> bool:
-    """nccl.json."""
+    """collectives.json."""
     from .collectives import run_collectives
 
     return run_collectives(paths)

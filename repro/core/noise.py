@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
-# of the median, or of the faster row; docs/benchmark.md shows how wide the intervals of our rows are
+# of the median; docs/benchmark.md shows how wide the intervals of our rows are
 TOLERANCE = 0.2
 # threads that a quiet machine may want for itself
 LOAD_TOLERANCE = 0.5
@@ -49,9 +49,8 @@ def find_noise(row: Row) -> list[str]:
 
 
 def mark_noise(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The same rows, each with `noisy`, its reasons: those of `find_noise`, and `order` where a larger image took clearly less time.
-
-    Of two rows in the wrong order, the slower one is noisy, since other work can only slow a step.
+    """The same rows, each with `noisy`, its reasons: those of `find_noise`, and `order` where a larger image took less time, and the intervals of
+    the two are apart. Of two rows in the wrong order, the slower one is noisy, since other work can only slow a step.
     """
     listed = list(rows)
     return [{**row, "noisy": sorted([*find_noise(row), *(["order"] if _is_out_of_order(row, listed) else [])])} for row in listed]
@@ -67,7 +66,8 @@ def _is_out_of_order(row: Row, rows: Iterable[Row]) -> bool:
         alike = other.get("status") == "ok" and all(other.get(key) == row.get(key) for key in _ALIKE)
         if not alike or _count_pixels(other) <= _count_pixels(row):
             return False
-        return row["latency_ms"] / other["latency_ms"] > 1 + TOLERANCE
+        lowest, highest = (find_interval(row) or [row["latency_ms"]])[0], (find_interval(other) or [other["latency_ms"]])[-1]
+        return lowest > highest
 
     return row.get("status") == "ok" and bool(row.get("latency_ms")) and any(map(is_faster, rows))
 

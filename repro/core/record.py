@@ -24,7 +24,7 @@ from .errors import UserError
 from .hashing import hash_code, hash_file
 from .runtime import describe_place
 
-_VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy")
+_VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llvmlite")
 
 
 @contextlib.contextmanager

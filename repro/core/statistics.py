@@ -1,4 +1,4 @@
-"""Numbers over seeds: mean, sample standard deviation, and the 95 % interval of the mean."""
+"""Numbers over seeds: mean, sample standard deviation, and the 95 % interval of the mean; and that of a share of images."""
 
 import math
 import statistics
@@ -14,8 +14,8 @@ class Sample(NamedTuple):
     ci95: tuple[float, float] | None
 
 
-def describe_sample(values: Sequence[float]) -> Sample:
-    """Mean, sample standard deviation (n - 1) and 95 % interval of some values, at least one."""
+def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sample:
+    """Mean, sample standard deviation (n - 1) and 95 % interval of some values, at least one; of shares in percent, see `clip_share`."""
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Sample(mean, None, None)
@@ -23,4 +23,18 @@ def describe_sample(values: Sequence[float]) -> Sample:
 
     std = statistics.stdev(values)
     half = float(student.ppf((1 + 0.95) / 2, len(values) - 1)) * std / math.sqrt(len(values))
-    return Sample(mean, std, (mean - half, mean + half))
+    interval = mean - half, mean + half
+    return Sample(mean, std, clip_share(interval) if is_share else interval)
+
+
+def clip_share(interval: Sequence[float]) -> tuple[float, float]:
+    """The interval of a share in percent, which ends at 0 and at 100."""
+    low, high = interval
+    return max(low, 0.0), min(high, 100.0)
+
+
+def share_interval(percent: float, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % interval, in percent, of a share that was seen in so many independent trials."""
+    z, p = statistics.NormalDist().inv_cdf((1 + 0.95) / 2), percent / 100
+    middle, half = p + z**2 / (2 * trials), z * math.sqrt(p * (1 - p) / trials + (z / (2 * trials)) ** 2)
+    return clip_share([100 * end / (1 + z**2 / trials) for end in (middle - half, middle + half)])

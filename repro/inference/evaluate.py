@@ -167,7 +167,9 @@ class _Evaluation:
         # a score is comparable if all images were used and nothing but the plain model was evaluated
         comparable = self.cell.kind == "imagenet" and not self.request.limit and checkpoint.facts.get("options") == {}
         printed = self.find_printed(checkpoint.name, metrics["image_size"]) if comparable else None
-        scores = f"top-1 {metrics['top1_percent']:.2f} %, top-5 {metrics['top5_percent']:.2f} %"
+        scores = f"top-1 {metrics['top1_percent']:.2f} %"
+        if "top5_percent" in metrics:
+            scores += f", top-5 {metrics['top5_percent']:.2f} %"
         return f"{where}: {scores} on {metrics['held_out_images']} {metrics['split']} images{limited}" + (
             f" (Table 1: {printed} %)" if printed else ""
         )
@@ -181,7 +183,7 @@ def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> Non
     from matplotlib.figure import Figure
 
     rows = sorted(rows, key=lambda row: row["image_size"])
-    write_csv(folder / "curve.csv", rows, CURVE)
+    write_csv(folder / "curve.csv", rows, [name for name in CURVE if name in rows[0]])
     trained, sizes = rows[0]["train_image_size"], [row["image_size"] for row in rows]
     limited = " (--limit: not a full score)" if "limit" in rows[0] else ""
     figure = Figure(figsize=(6, 4), layout="constrained")

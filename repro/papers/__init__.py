@@ -6,6 +6,7 @@ code that uses them does not depend on the report.
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -18,6 +19,15 @@ def load_papers() -> dict[str, Any]:
     """Id -> `Paper`; the primary paper first, then by name."""
     papers = [importlib.import_module(room).PAPER for room in find_rooms()]
     return {paper.id: paper for paper in sorted(papers, key=lambda paper: (not paper.primary, paper.id))}
+
+
+def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """How a classifier is trained beside the recipe of the paper that its family is of, or else of the primary one; see `recipe.resolve`."""
+    family = params.model.split("_")[0]
+    rooms = [paper.id for paper in load_papers().values() if family in paper.families] + [load_primary().id]
+    recipes = [importlib.import_module(f"{__name__}.{room}.recipe") for room in rooms]
+    fitting = (recipe for recipe in recipes if all(hasattr(params, name) for name in getattr(recipe, "NEEDS", ())))
+    return next(fitting).describe_recipe(params, facts)
 
 
 def load_primary() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .arithmetic import FUNCTIONS, Number, agreement, decimals, near
 from .expressions import Expression
-from .ledger import Claim, Entry, Relation
+from .ledger import CHOSEN_BY_ROW, Claim, Entry, Relation
 from .paper import Paper
 from .results import Choose, Missing, Results, SpeedGroup
 from .verdicts import (
@@ -21,6 +21,7 @@ from .verdicts import (
     NOT_MEASURABLE,
     NOT_MEASURED,
     OPEN,
+    OUT_OF_SCOPE,
     TRUNCATED,
     UNEXPLAINED,
     Elsewhere,
@@ -42,6 +43,8 @@ class Report:
     results: Results
     verdicts: Mapping[str, Verdict]  # by the id of the entry, in the ledger's order
     named: str  # what params.yaml holds, in words
+    # by the id of an entry that is counted by a convention that was chosen for its row: whether our own convention agrees as well
+    plain: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def all(self) -> list[Verdict]:
@@ -64,7 +67,7 @@ def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequ
     judge = _Judge(paper, results, speed_dtype, verbs)
     verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
     named = f"the {profile} profile" if profile else "edited parameters that equal no profile"
-    return Report(paper=paper, results=results, verdicts=verdicts, named=named)
+    return Report(paper=paper, results=results, verdicts=verdicts, named=named, plain=judge.plain)
 
 
 def is_of_cost(entry: Entry) -> bool:
@@ -90,6 +93,7 @@ class _Judge:
         )
         if not batch:
             reason, command = f"the paper does not say at which batch it measured on its {device}", "none"
+        self.plain: dict[str, bool] = {}
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(reason, command))
 
     def judge(self, entry: Entry) -> Verdict:
@@ -103,7 +107,11 @@ class _Judge:
         if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
             elsewhere = tuple(self._elsewhere(entry))
             return Verdict(**found | {"evidence": why}, status=NOT_MEASURABLE.word, reason=why, command="none", elsewhere=elsewhere)
+        if evidence is None and (why := self._find_scope(entry)):
+            return Verdict(**found, status=OUT_OF_SCOPE.word, reason=why, command="none")
         self.results.used.clear()
+        entry = self._count_plainly(entry)
+        found["entry"] = entry
         try:
             ours, is_declared = self._ours_or_declared(entry)
         except Missing as missing:
@@ -120,6 +128,26 @@ class _Judge:
         compared = self._compare(entry, how, explanation, is_declared)
         status = INCONSISTENT if evidence else compared
         return Verdict(**found, status=status.word, compared=compared.word, ours=ours, how=how, delta=delta, explanation=explanation)
+
+    def _find_scope(self, entry: Entry) -> str | None:
+        """Why an entry, or a number that ours needs, is out of this project's scope; None where all are in it."""
+        if entry.out_of_scope is not None or entry.ours is None:
+            return entry.out_of_scope
+        return next((why for name in entry.ours.references if (why := self._find_scope(self.entries[name]))), None)
+
+    def _count_plainly(self, entry: Entry) -> Entry:
+        """An entry whose convention was chosen for its row, with the column's own in its place where that rounds to the printed number too."""
+        if entry.plain is None:
+            return entry
+        plain = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
+        try:
+            agrees = agreement(self._ours(plain, self.paper_group), entry.printed)
+        except Missing:
+            return entry
+        finally:
+            self.results.used.clear()
+        self.plain[entry.id] = agrees is not None
+        return plain if agrees == "rounding" and entry.fitted == CHOSEN_BY_ROW else entry
 
     def _ours_or_declared(self, entry: Entry) -> tuple[Number | bool, bool]:
         """Our counterpart, and whether it is only declared; `Missing` where there is neither."""
@@ -211,7 +239,7 @@ class _Judge:
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
         """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not measured."""
         if entry.ours is None:
-            raise Missing(entry.reason, entry.command)
+            raise Missing(entry.reason or entry.out_of_scope, entry.command or "none")
         return self._evaluate_ours(entry.ours, group, choose=choose)
 
     def _evaluate_ours(

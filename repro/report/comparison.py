@@ -77,8 +77,13 @@ def table_section(about: Table, report: Report) -> Section:
     own = {row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in about.records}
     rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
     counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
-    note = f" {about.note}" if about.note else ""
-    return Section(f"{about.place}: {about.title}", [(f"Each entry: paper → ours. {counts}.{note}",), table(header, rows)])
+    notes = [about.note] if about.note else []
+    for key, column in about.columns.items():
+        agreeing = [agrees for row in about.records if (agrees := report.plain.get(f"{about.id}.{row}.{key}")) is not None]
+        if agreeing:
+            own_convention = f"By the column's own convention, without one that was chosen for a row, {sum(agreeing)} of these"
+            notes.append(f"{own_convention} {len(agreeing)} {column.label} agree.")
+    return Section(f"{about.place}: {about.title}", [(" ".join([f"Each entry: paper → ours. {counts}.", *notes]),), table(header, rows)])
 
 
 def cost_claims(report: Report) -> Section:
@@ -101,7 +106,7 @@ def cost_claims(report: Report) -> Section:
     header = ["where", "the paper says", "number", "measured on, or counted in", f"as in the paper: unfused {name}", f"fused {name}"]
     text = (
         f"The paper's {name} has unfused attention; people run the fused one today, so both are shown. A speed on another device than "
-        "the paper's says what holds on that device. In brackets are the ends of what the 95 % intervals of the speeds allow; a statement "
+        "the paper's says what holds on that device. In brackets is what the steps of one process for each row allow, which is narrower than what another process may give; a statement "
         f"is `{OPEN}` where they allow both that it holds and that it does not."
     )
     return Section("The paper's efficiency claims, measured here", [prose(text), table(header, rows)])

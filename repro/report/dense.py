@@ -10,7 +10,7 @@ from ..core.csvfile import read_csv
 from ..core.figures import new_figure, save_png
 from .claims import Report
 from .measured import format_scores
-from .records import Source, describe_seeds
+from .records import Source, describe_seeds, find_score_interval
 from .results import Results
 
 Draw = Callable[[Path, Sequence[Source]], Path]
@@ -95,7 +95,7 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
             means = [statistics.mean(points[epoch] for points in of_seed.values()) for epoch in epochs]
             text, m = f"{first} weights, {describe_seeds([source])}", source.metrics
             panel.plot(epochs, means, color=colour, marker=marker, linewidth=2, markersize=4, label=text)
-            _mark_score(panel, m["epochs"], m[key], m.get(f"{key.removesuffix('_percent')}_ci95_percent"), colour)
+            _mark_score(panel, m["epochs"], m[key], find_score_interval(m, key), colour)
         reference = sources[0].metrics["without_learning"][key]
         panel.axhline(reference, color="black", linestyle="--", linewidth=1.2, label="without learning")
         panel.set(xlabel="epoch", ylabel=f"{label} (%)", ylim=(0, None))

@@ -15,6 +15,7 @@ from ..core.errors import UserError, did_you_mean
 from .expressions import Expression
 
 _BECAUSE = "the paper's other numbers give {computed}"
+CHOSEN_BY_ROW = "the convention of the count was chosen for this row, and the column's own does not give the printed number"
 Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
 _PLACE = re.compile(
     r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
@@ -80,6 +81,8 @@ class Entry:
     explanations: tuple[Explanation, ...] = ()  # why ours may differ
     fitted: str | None = None  # what of our convention was fitted to such rows, and how often it was tried
     ours: Expression | None = None  # our counterpart; where there is none, `reason` and `command` say why and what would show it
+    plain: Expression | None = None  # the same count by the column's own convention, where `ours` is by one that was chosen for the row
+    out_of_scope: str | None = None  # why this project will never have a counterpart
     declared: Expression | None = None  # where we say the same, without evidence; it is asked where `ours` has no number
     reason: str | None = None
     command: str | None = None
@@ -96,7 +99,7 @@ class Column:
     """A column of a table. `ours` may use {model}, {size} and the other keys of a row.
 
     `by_formula` has, for the ids of rows by pattern, what stands for it where the paper counts as a family's own authors do, and not as
-    we do. A column without `ours` has a `reason` and a `command`, as a claim has.
+    we do. A column without `ours` has a `reason` and a `command`, as a claim has, or is `out_of_scope`.
     """
 
     label: str
@@ -107,10 +110,13 @@ class Column:
     fitted: str | None = None
     reason: str | None = None
     command: str | None = None
+    out_of_scope: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.ours is None) != (self.reason is not None) or (self.reason is None) != (self.command is None):
-            raise ValueError(f"column {self.label}: has neither `ours` nor a reason and a command, or both")
+        if sum(each is not None for each in (self.ours, self.reason, self.out_of_scope)) != 1 or (self.reason is None) != (
+            self.command is None
+        ):
+            raise ValueError(f"column {self.label}: has not exactly one of `ours`, a reason with a command, and `out_of_scope`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,8 +156,9 @@ class Table:
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
         """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
-        ours = next((formula for pattern, formula in column.by_formula.items() if fnmatch(row["id"], pattern)), column.ours)
-        ours = ours if row["model"] else None
+        chosen = next((formula for pattern, formula in column.by_formula.items() if fnmatch(row["id"], pattern)), None)
+        ours = (chosen or column.ours) if row["model"] else None
+        is_by_row = column.kind == "count" and chosen is not None and ours is not None
         family = row["label"].rpartition("-")[0] or row["label"]
         reason, command = (column.reason, column.command) if row["model"] else (None, None)
         return Entry(
@@ -162,8 +169,10 @@ class Table:
             unit=column.unit,
             printed=row[name],
             relations=tuple(relation for relation in relations if relation.id == entry_id),
-            fitted=column.fitted,
+            fitted=column.fitted or (CHOSEN_BY_ROW if is_by_row else None),
             ours=Expression.parse(ours.format(**row)) if ours else None,
+            plain=Expression.parse(column.ours.format(**row)) if is_by_row else None,
+            out_of_scope=column.out_of_scope,
             reason=None if ours else reason or f"{family} is not built in this project",
             command=None if ours else command or "none until the model is built",
         )
@@ -178,12 +187,13 @@ class _Answer:
     fitted: str | None = None
     reason: str | None = None
     command: str | None = None
+    out_of_scope: str | None = None
 
     def fields(self, by_default: str | None) -> dict[str, Any]:
         """The same as fields of an entry. Where `ours` is not given, our numbers are asked what the paper's are: `by_default`."""
-        text = self.ours or (None if self.reason or self.declared else by_default)
+        text = self.ours or (None if self.reason or self.declared or self.out_of_scope else by_default)
         parsed = {name: Expression.parse(each) if each else None for name, each in (("ours", text), ("declared", self.declared))}
-        return {**parsed, "fitted": self.fitted, "reason": self.reason, "command": self.command}
+        return {**parsed, **{name: getattr(self, name) for name in ("fitted", "reason", "command", "out_of_scope")}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,7 +301,7 @@ def load_ledger(path: Path) -> Ledger:
         reasons = [*entry.relations, *entry.explanations, *([entry.measurable] if entry.measurable else [])]
         expressions = [entry.ours, entry.declared, *(each.expression for each in reasons)]
         named += [(name, entry.id) for expression in expressions if expression for name in expression.references]
-        if not entry.ours and not entry.declared and not (entry.reason and entry.command):
+        if not entry.ours and not entry.declared and not entry.out_of_scope and not (entry.reason and entry.command):
             raise ValueError(f"ledger: {entry.id}: has neither `ours` nor a reason and a command")
     for name, where in named:
         if name not in ledger.entries:

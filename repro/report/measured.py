@@ -5,7 +5,7 @@ from typing import Any
 
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .paper import Paper
-from .records import Source, find_missing_records
+from .records import Source, find_missing_records, find_score_interval
 from .results import Results, SpeedGroup
 from .verdicts import significant
 
@@ -162,8 +162,9 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
     """
     shown = []
     for key, label in labels.items():
-        value, interval = metrics.get(key), metrics.get(f"{key.removesuffix('_percent')}_ci95_percent")
-        if isinstance(value, (int, float)):
+        value, interval = metrics.get(key), find_score_interval(metrics, key)
+        # with five classes or fewer, every guess is among the first five
+        if isinstance(value, (int, float)) and not (key == "top5_percent" and metrics.get("classes", 6) <= 5):
             spread = f" [{interval[0]:.1f}, {interval[1]:.1f}]" if interval else ""
             shown.append(f"{label} {value:.{places}f} %{spread}".lstrip())
     return ", ".join(shown)

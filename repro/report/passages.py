@@ -9,7 +9,7 @@ from .document import Block, Bullets, Line, Piece, code, number, prose, strong, 
 from .gallery import describe_origin, describe_profile
 from .measured import format_scores
 from .ordering import Ordering
-from .records import Source, describe_seeds
+from .records import Source, describe_seeds, find_score_interval
 from .variants import judge_variants
 from .verdicts import STATUSES
 
@@ -110,7 +110,7 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
     m = source.metrics
     said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
     for key, label in labels.items():
-        interval = m.get(f"{key.removesuffix('_percent')}_ci95_percent") or [m[key]] * 2
+        interval = find_score_interval(m, key) or [m[key]] * 2
         word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
     parts = [f"{word} in {_list(names)}" for word, names in said.items() if names]

@@ -9,6 +9,7 @@ from ..core.config import load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
+from ..core.statistics import clip_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,12 @@ def describe_seeds(sources: Iterable[Source]) -> str:
     """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds` where they are over different numbers."""
     counts = sorted({len(source.metrics.get("by_seed", ())) for source in sources})
     return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
+
+
+def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    """The 95 % interval over seeds of a score in percent, as a record has it; None where it has none."""
+    interval = metrics.get(f"{key.removesuffix('_percent')}_ci95_percent")
+    return clip_share(interval) if interval else None
 
 
 def name_keys(value: Any, where: str) -> Any:

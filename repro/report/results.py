@@ -30,14 +30,6 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
-# a published distance of samples: how they are drawn, what is said of them in a record, and by which Inception file
-DRAWN_AS: Mapping[str, Any] = {
-    "samples": 50_000,
-    "image_size": 256,
-    "sampling": {"sampler": "ddpm", "steps": 250, "guidance": 1.0},
-    "inception_hash": "f58cb9b6ec323ed6",
-}
-DRAWN_CLASSES = 1000
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
@@ -138,7 +130,7 @@ class Results:
             "macs_saved_percent": lambda size: self._complexity("saved_at_1280_percent", size),
             "complexity": self._complexity,
             "accuracy": self._score,
-            "drawn": self._drawn,
+            "raised_percent": self._raised,
             "images": self._images,
             "profile": self._profile,
             "profile_setting": self._profile_setting,
@@ -269,32 +261,14 @@ class Results:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
         return "none: profiles/paper.yaml has no cell that trains it so"
 
-    def _drawn(self, model: str, key: str) -> float:
-        """A score of pictures that `repro generate` drew with a denoiser of `DRAWN_AS`, compared with all of ImageNet's validation images."""
-        benchmark = BENCHMARKS["imagenet"]
-        wanted = {"model": model, "real_images": benchmark.val_images, **DRAWN_AS}
-        fitting = [
-            source
-            for source in self.sources
-            if source.stage is None
-            and all(source.metrics.get(name) == value for name, value in wanted.items())
-            and len(source.metrics.get("classes") or ()) == DRAWN_CLASSES
-            and isinstance(source.metrics.get(key), (int, float))
-        ]
-        if not fitting:
-            cell = self._profile_cell("generate", model, "latents")
-            samples, steps = DRAWN_AS["samples"], DRAWN_AS["sampling"]["steps"]
-            options = f"--samples {samples} --steps {steps} --vae DECODER --inception inception-2015-12-05.pt --data imagenet"
-            train = f"repro profile use paper && repro generate --cell {cell}" if cell else "none: profiles/paper.yaml does not train it"
-            raise Missing(
-                f"no {samples:,} samples of it at 256×256 were compared with ImageNet-1K's validation images",
-                f"{train} && repro generate --weights results/measured/DEVICE/generate/{cell}/weights.safetensors {options}"
-                if cell
-                else train,
-            )
-        source = min(fitting, key=lambda source: source.path)  # never the one with the best score
-        self.used.add(source.path)
-        return source.metrics[key]
+    def _raised(self, probe: str) -> float:
+        """In what share of the trained models that `repro explain --probe` ran, the steps of a probe raise the inner loss."""
+        found = [source for source in self.sources if source.metrics.get("probe") == probe]
+        if not found:
+            raise Missing(f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA")
+        self.used.update(source.path for source in found)
+        after = [source.metrics["probed"] for source in found]
+        return 100 * sum(each["inner_loss_after"] > each["inner_loss_before"] for each in after) / len(after)
 
     def _images(self, kind: str, split: str) -> int:
         for file in sorted(self.paths.results.glob("prepare_data/*/manifest.json")):

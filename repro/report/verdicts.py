@@ -62,8 +62,15 @@ NOT_MEASURED = Status(
     "other numbers",
     counted="{} are not measured",
 )
+OUT_OF_SCOPE = Status(
+    "○",
+    "out of scope",
+    means="it needs a model of another field than vision, which this project does not build",
+    counted="{} are out of scope",
+)
 STATUSES = {
-    each.word: each for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED)
+    each.word: each
+    for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED, OUT_OF_SCOPE)
 }
 CONSISTENT = Mark("–ᶜ", NOT_MEASURED.word, "not measured, consistent with the paper's tables")
 KINDS = {
@@ -85,7 +92,7 @@ class Elsewhere:
 
     group: SpeedGroup  # the rows that it was taken from
     value: float | bool | str  # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
-    ends: tuple[float, float] | None  # between which the quantity lies by the 95 % intervals of its speeds; None where it has none
+    ends: tuple[float, float] | None  # between which the quantity lies by the steps of each process; None where they are too few
     fused: float | bool | str | None  # `value` with the fused attention that users run; None where it has no baseline, or no such row
     fused_ends: tuple[float, float] | None
     baseline: str  # its name
@@ -109,7 +116,7 @@ class Elsewhere:
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
             return (value if isinstance(value, str) else _format_bool(value)) + scope
-        interval = f" [{ends[0]:.3g}, {ends[1]:.3g}]" if ends else ""
+        interval = f" (steps allow {ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
 
     def __str__(self) -> str:

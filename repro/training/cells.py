@@ -283,8 +283,8 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
         if scored and all(isinstance(record.get(name), int | float) for record in records):
             metrics[name] = describe_sample([record[name] for record in records]).mean
-    for name in spec.scores:
-        sample = describe_sample([record[name] for record in records])
+    for name in (name for name in spec.scores if name in first):
+        sample = describe_sample([record[name] for record in records], is_share=name.endswith("_percent"))
         std, ci95 = (name_statistic(name, what) for what in ("std", "ci95"))
         metrics |= {std: sample.std, ci95: sample.ci95 and list(sample.ci95)}
         if sample.std is None:

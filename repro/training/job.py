@@ -289,7 +289,7 @@ def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, An
         "split": task.reported_split,
     }
     if of_curve:
-        found |= {f"{of_curve}{name}": last[name] for name in spec.scores}
+        found |= {f"{of_curve}{name}": last[name] for name in spec.scores if name in last}
     if found["train_loss"] is None or not math.isfinite(found["train_loss"]):
         found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
     evaluated = [row[score] for row in done.curve if score in row]

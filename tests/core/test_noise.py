@@ -48,10 +48,16 @@ def test_a_row_alone(changes, reasons):
 
 
 def test_a_small_image_that_took_longer_than_a_large_one_is_noisy():
-    """512 took 150 ms, 640 took 120: the one at 512 was slowed. 224 took 100 ms, 384 took 90, which is within the tolerance."""
-    rows = [make_row(side, latency) for side, latency in ((224, 100.0), (384, 90.0), (512, 150.0), (640, 120.0), (1280, 500.0))]
-    assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], [], []]
+    """At 512 the steps took 125 to 135 ms and at 640 they took 115 to 124; 224 and 384 could be equal, by their intervals."""
+    given = [(224, 100.0, (95.0, 105.0)), (384, 96.0, (92.0, 99.0)), (512, 130.0, (125.0, 135.0)), (640, 120.0, (115.0, 124.0))]
+    rows = [make_row(*each) for each in given]
+    assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], []]
     assert [{key: row[key] for key in rows[0]} for row in mark_noise(rows)] == rows
+
+
+def test_a_row_without_an_interval_is_out_of_order_by_any_excess():
+    rows = [make_row(side, latency, None) for side, latency in ((224, 100.0), (384, 99.9))]
+    assert [row["noisy"] for row in mark_noise(rows)] == [["order"], []]
 
 
 @pytest.mark.parametrize(

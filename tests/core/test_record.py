@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite
+import numba
 import pytest
 
 from repro.core.errors import UserError
@@ -163,6 +165,7 @@ def test_identity_holds_what_explains_a_number(checkout):
     assert set(base) - {"command_reason"} == set(keys.split())
     assert base["parent_commit"] is None, "this checkout is no Git repository"
     assert base["versions"]["python"] == sys.version.split()[0]
+    assert base["versions"]["numba"] == numba.__version__ and base["versions"]["llvmlite"] == llvmlite.__version__
     assert identity() == base
     manifest.write_text("{ }")
     assert identity()["data_manifest_hash"] != base["data_manifest_hash"]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from repro.measure import speed
+from repro.measure.build import create
+from repro.measure.memory import measure_peak_mib
 from repro.measure.speed import RowSpec, measure, median_interval, row_id
 
 NANO = "vittt_nano_patch16_144"
@@ -143,3 +145,17 @@ def test_how_many_steps_are_run(monkeypatch, step_ms, first_ms, compiles, warmup
 def test_row_names():
     assert row_id("m", {}, (224, 224)) == "m@224"
     assert row_id("m", {"design": "dual", "chunk_size": 4}, (64, 32)) == "m[design=dual,chunk_size=4]@64x32"
+
+
+def test_what_loads_at_the_first_call_is_no_memory_of_the_model():
+    """Against the storages that building the model and its steps have alive at once; numba's compiler alone takes over 100 MiB."""
+    spec = make_spec(backend="numba", image_size=(144, 144))
+
+    def build_and_run():
+        model = create(spec.model, {}, spec.image_size)
+        model.set_backend("numba")
+        with torch.inference_mode():
+            model(torch.randn(1, 3, *spec.image_size))
+
+    expected = measure_peak_mib(build_and_run, "cpu")
+    assert expected - 2 <= measure(spec)["peak_memory_mib"] <= expected + 20

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,25 +50,43 @@ def test_what_the_paper_proves_holds_and_its_misprints_are_explained(verdicts):
     for name, verdict in verdicts.items():
         found.setdefault(verdict.status, set()).add(name)
     assert found["differs, explained"] == {
-        "text.5_3.eq1",  # the orthogonalization of a sum is no sum
         "text.5_3.eq1_linear",  # the rate of a step outside of the momentum
         "text.6_1.vit3",  # ViT³'s last step as run
         "text.appendix_e.rate",
+    }
+    differing = {  # of what contradicts itself, where a repair of one side holds
+        "text.5_3.eq1",  # the orthogonalization of a sum is no sum
+        "text.5_4.glu",  # without its rate
         "text.appendix_h.mask",  # the momentum matrix in place of its cumulated sum
     }
-    assert found["paper inconsistent"] == {"text.6_1.value", "text.appendix_e.shapes"}
+    contradictions = {"text.6_1.value", "text.appendix_e.shapes", "text.5_3.momentum", "text.5_2.distinct", "text.appendix_h.rates"}
+    assert found["paper inconsistent"] == differing | contradictions | {"text.appendix_h.covers"}
+    assert {name for name in differing if verdicts[name].compared == "differs, explained"} == differing
     assert "differs, unexplained" not in found
-    proved = (
-        "text.theorem5_1",
-        "text.theorem5_2",
-        "text.theorem5_3",
-        "text.4_2.theorem",
-        "text.5_4.glu",
-        "text.5_4.conv",
-        "text.6_2.exists",
-    )
+    proved = ("text.theorem5_1", "text.theorem5_2", "text.theorem5_3", "text.4_2.theorem", "text.5_4.conv", "text.6_2.exists")
     assert set(proved) <= found["matched"]
-    assert {name for name in verdicts if name.endswith(("perplexity", "psnr", "top1_percent"))} <= found["not measured"]
+    assert {name for name in verdicts if name.endswith(("psnr", "top1_percent"))} <= found["not measured"]
+
+
+def test_what_needs_a_language_model_is_out_of_scope_and_novel_views_are_not(verdicts):
+    of_language = {name for name in verdicts if name.endswith("perplexity") or "llm" in name}
+    # judged whole, with a perplexity among their numbers
+    of_language |= {f"text.{name}" for name in ("4_2.comparable", "4_4.little", "6_1.best", "6_1.orthogonal", "6_1.perplexity_v6")}
+    of_language |= {"text.6_2.training_v2", "text.6_2.convergence", "text.appendix_a.tokens_tokens"}
+    assert {name for name, verdict in verdicts.items() if verdict.status == "out of scope"} == of_language
+    assert all(verdicts[name].command == "none" and verdicts[name].reason for name in of_language)
+
+
+@pytest.mark.parametrize(("losses", "status"), [([(1, 2), (-3, -1)], "matched"), ([(1, 2), (3, 2)], "differs, unexplained")])
+def test_ascent_is_judged_by_trained_models(tmp_path, losses, status):
+    assert JUDGE(PAPER, Results(Paths(tmp_path), [PAPER], SCORES)).verdicts["text.4_2.raises"].status == "not measured"
+    for number, (before, after) in enumerate(losses):
+        file = tmp_path / "results" / "measured" / "cpu" / f"{number}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        metrics = {"probe": "ascent", "probed": {"inner_loss_before": before, "inner_loss_after": after}}
+        file.write_text(json.dumps({"identity": {}, "metrics": metrics}), encoding="utf-8")
+    found = JUDGE(PAPER, Results(Paths(tmp_path), [PAPER], SCORES)).verdicts["text.4_2.raises"]
+    assert (found.status, len(found.sources)) == (status, 2)
 
 
 def test_printed_numbers_are_the_papers():
@@ -107,7 +126,6 @@ def test_a_step_needs_as_many_products_as_its_equations(step, products):
         lambda: formulas.identity_error("no"),
         lambda: formulas.theorem_error("5.4"),
         lambda: formulas.lact_error("no"),
-        lambda: formulas.inner_loss_change("no"),
         lambda: formulas.momentum_error(4, "no"),
     ],
 )
@@ -399,9 +417,9 @@ def test_the_table_says_yes_where_the_code_has_a_parallel_form(name):
 
 
 def test_probes_are_set_against_the_papers_first_figure(checkout):
-    """Of two models one has a lower inner loss and a worse score, the other a lower loss and a better score."""
+    """Both losses fall; of the scores one falls by 30 points, and one by 6 images, which is within the intervals of both."""
     numbers = {"top1_percent": 90.0, "held_out_images": 359, "inner_loss_before": 0.0, "inner_loss_after": -1.0}
-    for name, top1 in (("lact_nano_patch4_32", 60.0), ("ladder_vit3_nano_patch4_32", 91.0)):
+    for name, top1 in (("lact_nano_patch4_32", 60.0), ("ladder_vit3_nano_patch4_32", 90 - 600 / 359)):
         probed = {**numbers, "top1_percent": top1, "inner_loss_after": -2.0}
         about = {
             "model": name,
@@ -415,7 +433,17 @@ def test_probes_are_set_against_the_papers_first_figure(checkout):
         checkout.record(f"measured/cpu/probes/{name}", about, name="steps4")
     page = render_blocks(describe_probes(judge(checkout)), "")
     assert "| `lact_nano_patch4_32` | digits, 359 of test | steps=4 | 90.00 % | 60.00 % | -1 | -2 |" in page
-    assert "lower the inner loss in 2 of 2 rows, make the score worse in 1, and both in 1." in page
+    assert re.findall(r"\d+", page.rpartition("Here they")[2]) == ["2", "2", "1", "95", "1"]
+
+
+def test_where_some_seeds_learn_the_page_counts_them(checkout):
+    """Half the way from chance, 50 % of two classes, is 75 %."""
+    for name, top1 in (("own", (88.0, 89.0, 62.0)), ("ascent", (60.0, 61.0, 76.0))):
+        options = {} if name == "own" else {"step": name}
+        about = {"model": "ladder_vit3_nano_patch16_144", "kind": "connect", "options": options, "classes": 2, "split": "test"}
+        checkout.train(f"measured/cpu/ablate/vit3_{name}", **about, held_out_images=1000, top1=top1, stage="ablate")
+    page = render_blocks(describe_changes(judge(checkout)), "")
+    assert "75.0 %" in page and "`vit3_own` 2 of 3, `vit3_ascent` 1 of 3" in page
 
 
 def test_the_page_is_written_from_it(checkout):

@@ -158,7 +158,23 @@ def test_what_it_derives_is_shown(judged):
     shown = statuses(
         judged, r"text\.structure\.(softmax|linear|ttt|complexity)", r"text\.shift\.(softmax|gradient|formula|instance|token_level)"
     )
-    assert {word: len(names) for word, names in shown.items()} == {"matched": 9}
+    assert shown.pop("declared") == ["text.structure.linear", "text.shift.formula"]  # the definitions of both sides
+    assert {word: len(names) for word, names in shown.items()} == {"matched": 7}
+
+
+def test_a_weight_that_is_not_inherited_is_found(judged, monkeypatch):
+    from repro.models import linearize
+
+    assert judged.verdicts["text.training.inherited"].status == "matched"
+
+    def forget(student, shell, where):
+        inherit(student, shell, where)
+        with torch.no_grad():
+            student.blocks[3].mlp.fc1.weight[5, 7] += 1e-3
+
+    inherit = linearize.inherit
+    monkeypatch.setattr(linearize, "inherit", forget)
+    assert formulas.foreign_weights.__wrapped__("swiglu") == 1
 
 
 @pytest.mark.parametrize("name", formulas._IDENTITIES)

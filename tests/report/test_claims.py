@@ -19,16 +19,17 @@ def test_nothing_measured_has_a_reason_and_a_command(checkout):
             assert verdict.reason and verdict.command and verdict.ours is None
         if verdict.status == "paper inconsistent":
             assert verdict.evidence
-    # without records only the counts that are closed forms can match
+    # without records only the counts that are closed forms agree, by a convention that was chosen for their rows
     found = {word: {name for name, v in verdicts.items() if v.status == word} for word in STATUSES}
     mambas = {f"table1.{family}_{size}.macs_g" for family in ("vmamba", "mambavision") for size in "tsb"}
-    assert found["matched"] | found["matched, truncated"] == mambas
+    assert found["fitted"] == mambas
     # an audit found 6 settings that are arithmetic; the tokens of Fig. 11 are the seventh, and 5 are sizes of the built models
     arithmetic = {"text.5_2.tokens_ade20k", "text.5_2.tokens_coco", "text.5_3.tokens_low", "text.5_3.tokens_high"}
     arithmetic |= {"text.5_4.steps_b4", "text.5_4.steps_b196", "appendix.e.fig11_tokens"}
     sizes = {"text.4_1.batch_b", "text.5_3.constants_b", "text.5_3.constants_d", "text.5_3.constants_n", "appendix.e.fig11_layers"}
     assert found["declared"] == arithmetic | sizes
-    assert not found["fitted"] | found["differs, explained"] | found["differs, unexplained"]
+    others = ("matched", "matched, truncated", "differs, explained", "differs, unexplained")
+    assert not set().union(*(found[word] for word in others))
 
 
 def test_matched_by_rounding_by_truncation_and_differs(checkout):
@@ -88,13 +89,14 @@ def test_default_options_name_the_plain_model(checkout):
     assert verdicts["table3.dual.params_m"].status == "not measured"
 
 
-def test_a_count_by_the_authors_convention_is_a_closed_form(checkout):
-    """50.15 M and 8.72 G of VMamba-S, of which the paper prints 50 and 8.7; by our own convention it has 8.57 G."""
-    checkout.count(t=(VITTT, {}, 224, 6_983_000, 1.44), s=("vmamba_small_224", {}, 224, 50_147_752, 8.566))
+@pytest.mark.parametrize(("own", "status", "ours"), [(8.566, "fitted", 8.716), (8.799, "fitted", 8.716), (8.7, "matched", 8.7)])
+def test_a_count_that_agrees_by_the_authors_convention_alone_is_fitted(checkout, own, status, ours):
+    """50.15 M and 8.72 G of VMamba-S, of which the paper prints 50 and 8.7; it is no evidence unless ours rounds to the same."""
+    checkout.count(t=(VITTT, {}, 224, 6_983_000, 1.44), s=("vmamba_small_224", {}, 224, 50_147_752, own))
     verdicts = checkout.judge()
     counts = [verdicts[f"table1.vmamba_s.{column}"] for column in ("params_m", "macs_g")]
-    assert [each.status for each in counts] == ["matched", "matched"] and counts[0].sources and not counts[1].sources
-    assert counts[1].ours == pytest.approx(8.716, abs=0.0005)
+    assert [each.status for each in counts] == ["matched", status] and counts[0].sources
+    assert bool(counts[1].sources) == (status == "matched") and counts[1].ours == pytest.approx(ours, abs=0.0005)
     top1 = verdicts["table1.vmamba_s.top1_percent"]
     assert top1.status == "not measured" and "not built" not in top1.reason and top1.command
     missing = verdicts["table1.vim_s.params_m"]
@@ -334,7 +336,7 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
     assert (verdict.status, verdict.ours) == ("not measured", None)
     assert "one L40S at batch 64" in verdict.reason
     # steps between 9 and 11 ms around 10: the ratio of two speeds is at most 11/9 times as much, and at least 9/11
-    cpu, h200 = (f"{ratio:g}× [{ratio * 9 / 11:.3g}, {ratio * 11 / 9:.3g}]" for ratio in (1.25, 2))
+    cpu, h200 = (f"{ratio:g}× (steps allow {ratio * 9 / 11:.3g} to {ratio * 11 / 9:.3g})" for ratio in (1.25, 2))
     assert [str(each) for each in verdict.elsewhere] == [
         f"{cpu} ({checkout.CPU}, batch 1, fp32)",
         f"{h200} ({checkout.H200}, batch 64, fp16)",
@@ -348,7 +350,10 @@ def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
     (found,) = checkout.judge()[SPEEDUP].elsewhere
     assert (found.value, found.fused) == (2.0, 0.8)
     assert found.ends == pytest.approx((2 * 9 / 11, 2 * 11 / 9)) and found.fused_ends == pytest.approx((0.8 * 9 / 11, 0.8 * 11 / 9))
-    assert str(found) == f"2× [1.64, 2.44] ({checkout.H200}, batch 64, fp16; against fused DeiT 0.8× [0.655, 0.978])"
+    assert (
+        str(found)
+        == f"2× (steps allow 1.64 to 2.44) ({checkout.H200}, batch 64, fp16; against fused DeiT 0.8× (steps allow 0.655 to 0.978))"
+    )
 
 
 def test_a_statement_is_judged_by_the_comparisons_that_were_measured(checkout):

@@ -150,7 +150,7 @@ def test_a_column_without_a_counterpart_says_why(tmp_path):
     assert other.reason == "Y is not built in this project"
     for more in ("", ", ours: 1 + 2, reason: r, command: c", ", reason: r", ", ours: 1 + 2, command: c"):
         file.write_text(TABLE % more, encoding="utf-8")
-        with pytest.raises(UserError, match="column A: has neither `ours` nor a reason and a command, or both"):
+        with pytest.raises(UserError, match="column A: has not exactly one of"):
             load_ledger(file)
 
 

@@ -5,6 +5,7 @@ import pytest
 from repro.core.errors import UserError
 from repro.report.comparison import differences, not_measurable, summary
 from repro.report.markdown import render_blocks
+from repro.report.measured import format_scores
 from repro.report.verdicts import STATUSES
 
 MODEL = "toy_tiny"
@@ -24,6 +25,13 @@ def claim(printed: str = "12.0", kind: str = "count", name: str = "text.x", **fi
     return (
         f"  - id: {name}\n    place: Section 1\n    says: s\n    kind: {kind}\n    values:\n      v:\n        printed: {printed}{listed}\n"
     )
+
+
+@pytest.mark.parametrize(("classes", "top5"), [(2, False), (5, False), (10, True)])
+def test_no_interval_of_a_share_passes_100_and_top5_needs_more_than_five_classes(classes, top5):
+    metrics = {"classes": classes, "top1_percent": 81.7, "top1_ci95_percent": [59.3, 104.0], "top5_percent": 100.0}
+    text = format_scores(metrics, {"top1_percent": "top-1", "top5_percent": "top-5"})
+    assert "[59.3, 100.0]" in text and ("top-5" in text) == top5
 
 
 def judge(checkout, *claims: str, more: str = "", **about):
@@ -225,11 +233,12 @@ def test_every_status_can_be_had_and_is_counted(checkout):
         + claim("15.0", name="text.g", equals="1 + 1")
         + claim("16.0", name="text.h", measurable="2 < 1", because="no")
         + claim("17.0", name="text.i", ours='params_m("toy_small@224")')
+        + claim("18.0", name="text.j", ours="", out_of_scope="no model of images")
         + "explanations:\n  - {ids: [text.e_v], text: 'ours lacks {computed}', shows: 12 + 1}\n"
     )
     assert [verdict.status for verdict in report.all] == list(STATUSES)
     text = render_blocks(summary(report).blocks)
-    assert "| **all** |" + " **1** |" * 9 + " **9** |" in text
+    assert "| **all** |" + " **1** |" * 10 + " **10** |" in text
     assert "1 relations" in text and "0 hold, 1 do not" in text
     rows = render_blocks(differences(report).blocks).splitlines()[-2:]
     assert rows == ["| text.e_v | 13.0 → 12.06 | ours lacks 13 |", "| text.f_v | 14.0 → 12.06 | **unexplained** |"]

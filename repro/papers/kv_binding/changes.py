@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Heading, Line, Piece, Section, code, number, prose, table
+from ...report.document import Block, Bullets, Heading, Line, Piece, Section, code, join, number, prose, table
 from ...report.gallery import describe_origin
 from ...report.ordering import ALPHA, PairedTest, compare_means
 from ...report.variants import TOP1, Group, find_groups
@@ -49,7 +49,7 @@ def describe_changes(report: Report, models: Sequence[str] = tuple(NAMES)) -> li
     )
     blocks: list[Block] = [prose(text)]
     for group in groups:
-        blocks += [Heading(f"{NAMES[_model(group)]}: {group.title}"), _differences(group)]
+        blocks += [Heading(f"{NAMES[_model(group)]}: {group.title}"), _differences(group), *_count_learners(group)]
         origin = describe_origin(list(group.variants.values()), report.named)
         blocks.append((f"{group.common['held_out_images']} held-out images; {origin}.",))
     return blocks
@@ -143,6 +143,20 @@ def _differences(group: Group) -> Block:
             said = [f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]", number(f"{found.p:.3f}"), _word(found)]
         rows.append([CHANGES[name.removeprefix(f"{model}_")], code(name), _mean(top1[name]), *said])
     return table(["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""], rows)
+
+
+def _count_learners(group: Group) -> list[Block]:
+    """Where the seeds of a variant lie on both sides of half the way from chance to 100 %: how many of each variant's seeds learnt."""
+    learnt = 50 * (1 + 1 / group.common["classes"])
+    counts = {name: (sum(value > learnt for value in values.values()), len(values)) for name, values in _scores(group).items()}
+    if not any(0 < passed < seeds for passed, seeds in counts.values()):
+        return []
+    text = (
+        "Some seeds learn here and others do not, so that a mean and its interval say little. Seeds above half the way from chance to "
+        f"100 %, which is {learnt:.1f} %: "
+    )
+    shown = [(code(name), f" {passed} of {seeds}") for name, (passed, seeds) in counts.items()]
+    return [(text, *join(shown, ", "), ".")]
 
 
 def _mean(values: dict[int, float]) -> Piece:

@@ -17,6 +17,7 @@ def identity_error(name: str) -> float:
     `zero_start`: one linear layer from zero is causal linear attention.
     `delta_rule`: one linear layer with the squared error is W ← W − kᵀ(kW − v).
     `gated_unit`, `convolution`: the two learners of ViT³ as in Section 5.4 and Appendix G, at its rate s/N and without its damping.
+    `gated_unit_without_rate`: the first as it is printed, without that rate.
     `damped_unit`: the gated unit with its damping, which divides each output channel by 1 + the norm of its step.
     `norm_of_static`: LaCT's norm of weights that do not learn gives these weights.
     `rate_in_value`: a token's rate can stand at its value.
@@ -52,24 +53,6 @@ def lact_error(name: str) -> float:
         ValueError: another name.
     """
     return _compare(*_choose(OF_LACT, name, "equation of LaCT")())
-
-
-@functools.cache
-def inner_loss_change(direction: str) -> float:
-    """The change of the inner loss of ViT³'s heads by their own step: the least over 16 images of `ascent`, the most of `descent`."""
-    import torch
-
-    from ...models.inner import InnerLoop, adapt, read_out
-
-    if direction not in ("ascent", "descent"):
-        raise ValueError(f"{direction!r}: no direction; they are ascent, descent")
-    generator = torch.Generator().manual_seed(SEED)
-    k, v = torch.randn(2, 16, 1, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    start = list(torch.randn(2, 1, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5)
-    loop = InnerLoop(model="glu", scale=1.0, damping=True, direction=direction)
-    losses = [-(read_out(loop, W, k, (3, 4)) * v).sum((1, 2, 3)) / TOKENS for W in (start, adapt(loop, start, k, v, (3, 4)))]
-    change = losses[1] - losses[0]
-    return (change.min() if direction == "ascent" else change.max()).item()
 
 
 @functools.cache

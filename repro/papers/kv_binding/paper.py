@@ -15,7 +15,6 @@ _FORMULAS = (
     formulas.identity_error,
     formulas.theorem_error,
     formulas.lact_error,
-    formulas.inner_loss_change,
     formulas.mirrored_training_error,
     formulas.reads_static_kernel,
     formulas.parallel_error,

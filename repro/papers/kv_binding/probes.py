@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.statistics import share_interval
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Piece, Section, code, number, prose, table
 from ...report.gallery import describe_origin
@@ -54,9 +55,16 @@ def _name(metrics: Mapping[str, Any]) -> str:
 def _judge(sources: list[Source]) -> str:
     more = [source.metrics for source in sources if source.metrics["probe"].startswith("steps=")]
     lower = [m for m in more if m["probed"]["inner_loss_after"] < m["unchanged"]["inner_loss_after"]]
-    worse = [m for m in more if m["probed"]["top1_percent"] < m["unchanged"]["top1_percent"]]
-    both = [m for m in lower if m in worse]
+    separated = [m for m in more if _is_worse(m)]
+    both = [m for m in lower if m in separated]
     return (
         "The paper says that more inner steps at inference lower the inner loss and make the score worse (Section 4.1). Here they lower the "
-        f"inner loss in {len(lower)} of {len(more)} rows, make the score worse in {len(worse)}, and both in {len(both)}."
+        f"inner loss in {len(lower)} of {len(more)} rows. The score is lower by more than chance in {len(separated)}: there, the 95 % intervals "
+        f"of both shares (Wilson), over the images of one seed, do not meet. Both hold in {len(both)}."
     )
+
+
+def _is_worse(metrics: Mapping[str, Any]) -> bool:
+    """Whether the top-1 with a probe lies below that without it, and their intervals over the images do not meet."""
+    before, after = (share_interval(each["top1_percent"], each["held_out_images"]) for each in (metrics["unchanged"], metrics["probed"]))
+    return after[1] < before[0]

@@ -89,12 +89,15 @@ def _learn_vit3(damping: bool) -> tuple:
     return found, F.silu(q @ (gate - steps[0])), q @ linear, steps[1], q
 
 
-def _gated_unit() -> tuple:
-    import torch.nn.functional as F
+def _gated_unit(rate: float) -> Callable[[], tuple]:
+    def sides() -> tuple:
+        import torch.nn.functional as F
 
-    found, kernel, start, _, q = _learn_vit3(damping=False)
-    _, k, v, gate, *_ = draw()
-    return found, kernel * (start + (q @ k.mT) @ (v * F.silu(k @ gate)) / (3 * TOKENS))
+        found, kernel, start, _, q = _learn_vit3(damping=False)
+        _, k, v, gate, *_ = draw()
+        return found, kernel * (start + rate * (q @ k.mT) @ (v * F.silu(k @ gate)))
+
+    return sides
 
 
 def _damped_unit() -> tuple:
@@ -253,7 +256,8 @@ IDENTITIES: dict[str, Callable[[], tuple]] = {
     "negated_loss": _negated_loss,
     "zero_start": _zero_start,
     "delta_rule": _delta_rule,
-    "gated_unit": _gated_unit,
+    "gated_unit": _gated_unit(_RATE),
+    "gated_unit_without_rate": _gated_unit(1),
     "convolution": _convolution,
     "damped_unit": _damped_unit,
     "norm_of_static": _norm_of_static,

@@ -1,5 +1,6 @@
 """Functions that the ledger of T5 calls: counts by the paper's convention, and what the text derives, measured in fp64."""
 
+import functools
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +22,28 @@ def neighbours_macs_g(window: int) -> Fraction:
 def in_tenths(value: float) -> Fraction:
     """A number as it is printed with one decimal."""
     return Fraction(round(10 * value), 10)
+
+
+@functools.cache
+def foreign_weights(inner: str) -> int:
+    """How many of a T5-T's values in projections of q, k and v, and in MLPs, are not bit for bit its teacher's after it inherited."""
+    import torch
+
+    from ...models.linearize import inherit, read_shell
+    from ...models.registry import build_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        teacher = build_model("t5_softmax_tiny_patch16_224")
+        student = build_model("t5_tiny_patch16_224", inner=inner)
+    # constant starts, such as biases of 0, would be equal without inheritance
+    with torch.no_grad():
+        for index, weight in enumerate(teacher.parameters()):
+            weight.add_(torch.linspace(0.5, 1, weight.numel()).view_as(weight) + index)
+    inherit(student, read_shell(teacher, "the teacher"), "the student")
+    stated, found = teacher.state_dict(), student.state_dict()
+    names = [name for name in stated if ".qkv." in name or ".mlp." in name]
+    return sum(int((found[name] != stated[name]).sum()) for name in names)
 
 
 def identity_error(name: str) -> float:

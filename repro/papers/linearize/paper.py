@@ -8,7 +8,14 @@ from .attention import attention_section, describe_attention
 from .recovery import describe_recovery, recovery_section
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
-_FORMULAS = (formulas.recipe_setting, formulas.neighbours_macs_g, formulas.in_tenths, formulas.identity_error, formulas.shift_error)
+_FORMULAS = (
+    formulas.recipe_setting,
+    formulas.neighbours_macs_g,
+    formulas.in_tenths,
+    formulas.identity_error,
+    formulas.shift_error,
+    formulas.foreign_weights,
+)
 _NOTES = {
     "Table 1, fine-tuned": "Linear attention is ours: its kernel, elu + 1, and its normaliser are not stated.",
     "Table 1, frozen": "Only the new weights are trained; linear attention has none, and stays as it was put in.",

@@ -31,6 +31,7 @@ RELEASED: dict[str, float | str | None] = {
     "transform.re_prob": 0.25,
     "transform.crop_pct": 0.875,
 }
+NEEDS = ("freeze", "new_lr_factor", "decay_all")  # settings without which a training is none of these
 _RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 
 
@@ -41,7 +42,7 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
     """
     asked = dataclasses.asdict(params)
     resolved = resolve(asked, **facts, choices={})
-    resolved["linearize"] = {name: asked[name] for name in ("freeze", "new_lr_factor", "decay_all")}
+    resolved["linearize"] = {name: asked[name] for name in NEEDS}
     if asked["decay_all"]:
         resolved["optimizer"]["exempt_from_weight_decay"] = "nothing"
     departs = find_departures(asked, resolved)

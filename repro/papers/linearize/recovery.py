@@ -92,6 +92,6 @@ def _describe_scratch(source: Source, report: Report) -> Line:
 
 def _format(metrics: Mapping[str, Any]) -> str:
     """The mean and its interval."""
-    sample = describe_sample([run[SCORE] for run in metrics["by_seed"]])
+    sample = describe_sample([run[SCORE] for run in metrics["by_seed"]], is_share=True)
     low, high = sample.ci95 or (0.0, 0.0)
-    return f"{sample.mean:.1f} %" + (f" [{low:.1f}, {min(high, 100):.1f}]" if sample.ci95 else "")
+    return f"{sample.mean:.1f} %" + (f" [{low:.1f}, {high:.1f}]" if sample.ci95 else "")

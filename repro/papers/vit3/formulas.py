@@ -4,7 +4,7 @@ from fractions import Fraction
 
 from .recipe import PRINTED
 
-# widths of the four stages of H-ViT³, ConvNeXt and VMamba
+# widths of the four stages of H-ViT³, ConvNeXt, VMamba and Swin
 STAGES = {
     "h_vit3_t": (64, 128, 320, 512),
     "h_vit3_s": (64, 128, 320, 512),
@@ -15,6 +15,7 @@ STAGES = {
     "vmamba_t": (96, 192, 384, 768),
     "vmamba_s": (96, 192, 384, 768),
     "vmamba_b": (128, 256, 512, 1024),
+    "swin_b": (128, 256, 512, 1024),
 }
 CLASSES = 1000
 

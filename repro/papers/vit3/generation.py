@@ -82,17 +82,16 @@ def _name(source: Source, report: Report) -> str:
 def _row(source: Source, report: Report) -> list[Piece | Line]:
     runs: Sequence[Mapping[str, Any]] = source.metrics["by_seed"]
     judged = [run[JUDGED] for run in runs if run.get(JUDGED) is not None]
-    share = _format(describe_sample(judged), 1, " %", most=100) if judged else "–"
+    share = _format(describe_sample(judged, is_share=True), 1, " %") if judged else "–"
     real = number(f"{runs[0][REAL]:.1f} %") if judged else "–"  # the judge and the images are the same for all seeds
     loss = _format(describe_sample([run[LOSS] for run in runs]), 4)
     counts = number(f"{source.metrics['num_params']:,}"), number(len(runs))
     return [code(_name(source, report)), *counts, loss, share, real, describe_origin([source], report.named)]
 
 
-def _format(sample: Sample, places: int, unit: str = "", most: float | None = None) -> Piece:
-    """The mean and its interval, which ends at `most`."""
+def _format(sample: Sample, places: int, unit: str = "") -> Piece:
+    """The mean and its interval."""
     low, high = sample.ci95 or (0.0, 0.0)
-    high = high if most is None else min(high, most)
     spread = f" [{low:.{places}f}, {high:.{places}f}]" if sample.ci95 else ""
     return number(f"{sample.mean:.{places}f}{unit}{spread}")
 

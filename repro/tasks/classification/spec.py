@@ -51,7 +51,8 @@ class Classify(TaskSpec):
         return {"name": params.model, "options": options, "preprocessing": preprocessing, "classes": list(classes)}
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        found = {name: last[name] for name in ("top1_percent", "top5_percent", "held_out_loss", "held_out_images")}
+        names = ("top1_percent", "top5_percent", "held_out_loss", "held_out_images")
+        found = {name: last[name] for name in names if name in last}
         if not math.isfinite(found["held_out_loss"]):
             found |= {"held_out_loss": None, "held_out_loss_reason": "not finite"}
         return found | {"unreadable_images": len(task.train.dataset.unreadable())}

@@ -98,7 +98,8 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
         ranks: the counts are added up over these.
 
     Returns:
-        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen.
+        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen. With five classes or fewer
+        every guess is among the first five, and there is no `top5_percent`.
     """
     loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:
@@ -110,9 +111,7 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
         top5 += int(ranked.any(dim=1).sum())
         images_seen += len(targets)
     loss, top1, top5, images_seen = ranks.sum([loss, top1, top5, images_seen])
-    return {
-        "held_out_loss": loss / images_seen,
-        "top1_percent": 100 * top1 / images_seen,
-        "top5_percent": 100 * top5 / images_seen,
-        "held_out_images": int(images_seen),
-    }
+    found = {"held_out_loss": loss / images_seen, "top1_percent": 100 * top1 / images_seen}
+    if logits.shape[1] > 5:
+        found["top5_percent"] = 100 * top5 / images_seen
+    return found | {"held_out_images": int(images_seen)}

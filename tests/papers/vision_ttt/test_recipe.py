@@ -10,7 +10,11 @@ from timm.data import create_transform
 from torch import nn
 
 from repro.core.config import load_section
+from repro.papers import describe_recipe
+from repro.papers.kv_binding import recipe as kv
+from repro.papers.vision_ttt import recipe as vision_ttt
 from repro.papers.vision_ttt.recipe import departures, lines, resolve
+from repro.papers.vit3 import recipe as vit3
 from repro.tasks.classification.params import ClassifierParams
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
@@ -281,3 +285,20 @@ def test_printed_departures():
     assert "departs from the paper: epochs: 60, the paper has 300" in printed
     assert sum(line.startswith("departs from the paper: ") for line in printed) == 3
     assert not any(line.startswith("the recipe is") for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "recipe"),
+    [
+        ("baselines", "study_mse_imagenet", vit3),
+        ("pretrain", "vittt_tiny_imagenet", vision_ttt),
+        ("baselines", "ladder_vit3_own_imagenet", kv),
+    ],
+)
+def test_a_cell_is_compared_with_the_recipe_of_its_own_paper(section, name, recipe):
+    """ViT³'s has a batch of 4096, which Vision-TTT's has not."""
+    params = load_section(ClassifierParams, ROOT / "profiles" / "paper.yaml", section, name)
+    world = {"world_size": 1, "micro_batch": params.batch_size, "accumulate": 1}
+    facts = {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": IMAGENET}
+    assert describe_recipe(params, facts) == recipe.describe_recipe(params, facts)
+    assert name != "study_mse_imagenet" or describe_recipe(params, facts)[0]["departures_from_the_paper"] == []
