@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,11 @@ def _hide_folders(word: str, root: Path) -> str:
     if not path.is_absolute():
         return word
     return f"{option}{equals}{path.relative_to(root) if path.is_relative_to(root) else f'.../{path.name}'}"
+
+
+def has_versions(recorded: Mapping[str, str | None]) -> bool:
+    """Whether the packages that a record names are installed here in the versions of the record."""
+    return recorded.items() <= versions().items()
 
 
 def versions() -> dict[str, str | None]:
