@@ -12,11 +12,12 @@ MINUTES :=
 # PyTorch with its CUDA libraries takes 6 GB; the downloaded wheels lie beside it until they are installed
 NEED_GB := 10
 
-.PHONY: help setup lint test test-browser test-gpu reproduce measure-cpu measure-gpu
+.PHONY: help setup lint test test-all test-browser test-gpu reproduce measure-cpu measure-gpu
 
 help:
 	@echo 'make reproduce      run the whole pipeline; then open results/tables.md'
-	@echo 'make test           run the tests; ARGS="-k loader" selects some of them'
+	@echo 'make test           run the tests, in minutes; ARGS="-k loader" selects some of them'
+	@echo 'make test-all       run them at every size, dtype and architecture too; a third of an hour or more'
 	@echo 'make measure-cpu    run by hand what takes hours: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
 	@echo 'make measure-gpu    measure a CUDA GPU: kernels, training, every family over the image size; MINUTES=9 stops in time'
 	@echo 'make lint           check the style and the format of the Python code'
@@ -28,9 +29,15 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+# a process per core, each with one thread: there are many small tests, and those of a file share what it prepares
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 \
+	--dist loadfile --no-loadscope-reorder
+
 test: setup
-	@# a process per core, each with one thread: there are many small tests, and those of a file share what it prepares
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: setup
+	$(PYTEST) -m 'not browser and not gpu' $(ARGS)
 
 # An installed Chromium is used; without one, playwright downloads it
 test-browser: setup

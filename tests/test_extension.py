@@ -212,6 +212,7 @@ def test_a_stage_is_its_module_and_its_entry_in_the_graph(house):
     assert len(json.loads((house / "results/code/toy/three.json").read_text())["code_hash"]) == 16
 
 
+@pytest.mark.slow
 def test_a_family_is_one_file_and_its_cell_of_params(house):
     run(house, "pretrain", "--cell", "toy")
     found = metrics(house, "pretrain", "toy")

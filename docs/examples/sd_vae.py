@@ -4,7 +4,7 @@
     python docs/examples/sd_vae.py decoder VAE decoder.pt2
 
 VAE is an `AutoencoderKL` as diffusers (`pip install diffusers`) loads it: a folder, or a name on the Hugging Face hub. Both commands have
-`--help`; docs/generation.md says more.
+`--help`; docs/training.md says more.
 """
 
 import io

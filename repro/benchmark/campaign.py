@@ -152,7 +152,7 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, 
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of docs/gpu.md: the records of each GPU in a line each, or that there is none."""
+    """(page, marker, text) of results/speed.md: the records of each GPU in a line each, or that there is none."""
     lines = ["| device | record | what it says | commit |", "|---|---|---|---|"]
     for name, describe in _DESCRIPTIONS.items():
         for file in sorted((paths.results / "measured").glob(f"*/{name}.json")):
@@ -162,7 +162,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
                 commit = (identity["parent_commit"] or "unknown")[:8]
                 lines.append(f"| {identity['device']} | `{name}.json` | {describe(record['metrics'])} | {commit} |")
     nothing = "**No GPU is measured**: no record is of one. `make measure-gpu` makes them."
-    return [("docs/gpu.md", "gpu records", "\n".join(lines) if len(lines) > 2 else nothing)]
+    return [("results/speed.md", "gpu records", "\n".join(lines) if len(lines) > 2 else nothing)]
 
 
 def _describe_bench(metrics: dict[str, Any]) -> str:
@@ -194,7 +194,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": _describe_bench,
     "training": _describe_training,
     "collectives": _describe_collectives,
-    "efficiency": lambda metrics: f"{len(metrics['rows'])} rows, see [benchmark.md](benchmark.md)",
+    "efficiency": lambda metrics: f"{len(metrics['rows'])} rows, see [docs/speed.md](../docs/speed.md)",
 }
 
 

@@ -17,7 +17,7 @@ from ..core.record import has_versions, installed_version, make_identity, read_j
 from ..core.runtime import device_label, device_slug, gpu_names
 
 Row = dict[str, Any]
-DOCS, BENCH_BLOCK, RESOURCES_BLOCK, SPILLS_BLOCK = "docs/gpu.md", "kernels bench", "kernels resources", "kernels spills"
+PAGE, BENCH_BLOCK, RESOURCES_BLOCK, SPILLS_BLOCK = "results/speed.md", "kernels bench", "kernels resources", "kernels spills"
 PREDICT_BLOCK = "kernels predicted"
 BLOCK = {"name": "vittt_tiny_patch16_224", "batch": 64, "side": 80}  # whose launches and bytes are counted: 1280 x 1280 pixels
 NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
@@ -192,7 +192,7 @@ def find_operators(op: str | None) -> list[Any]:
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of docs/gpu.md: the tables of the records under results/measured. None where Triton is not installed."""
+    """(page, marker, text) of results/speed.md: the tables of the records under results/measured. None where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return []
     from kernels.tools import bench, operators, text
@@ -200,7 +200,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     records = [read_json(path) for path in sorted((paths.results / "measured").glob("*/kernels.json"))]
     tables = [text.bench_table(record["metrics"], record["identity"]["device"]) for record in records]
     nothing = {"rows": [], "summary": {name: bench.summarise(cases, []) for name, cases in operators.OPERATORS.items()}}
-    passages = [(DOCS, BENCH_BLOCK, "\n\n".join(tables or [text.bench_table(nothing, NOTHING_MEASURED)]))]
+    passages = [(PAGE, BENCH_BLOCK, "\n\n".join(tables or [text.bench_table(nothing, NOTHING_MEASURED)]))]
     compiled = paths.measured("compile") / "resources.json"
     if compiled.is_file():
         rows = read_json(compiled)["metrics"]["rows"]
@@ -208,9 +208,9 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
             record["identity"]["versions"]["triton"]: record["metrics"]["rows"]
             for record in (read_json(file) for file in sorted(compiled.parent.glob("resources_triton_*.json")) if ".run." not in file.name)
         }
-        passages += [(DOCS, RESOURCES_BLOCK, text.resources_table(rows, others)), (DOCS, SPILLS_BLOCK, text.describe_spills(rows, others))]
+        passages += [(PAGE, RESOURCES_BLOCK, text.resources_table(rows, others)), (PAGE, SPILLS_BLOCK, text.describe_spills(rows, others))]
     if (predicted := compiled.with_name("predicted.json")).is_file():
-        passages.append((DOCS, PREDICT_BLOCK, text.describe_predictions(read_json(predicted)["metrics"])))
+        passages.append((PAGE, PREDICT_BLOCK, text.describe_predictions(read_json(predicted)["metrics"])))
     return passages
 
 

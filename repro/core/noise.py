@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
-# of the median; docs/benchmark.md shows how wide the intervals of our rows are
+# of the median; results/speed.md shows how wide the intervals of our rows are
 TOLERANCE = 0.2
 # threads that a quiet machine may want for itself
 LOAD_TOLERANCE = 0.5

@@ -152,11 +152,11 @@ def open_decoder(vae: Path | None, transform: InputSettings, device: torch.devic
             raise UserError(f"--vae {vae}: {weights} draws pixels, which nothing decodes; leave it out")
         return to_pictures
     if vae is None:
-        raise UserError(f"{weights}: draws latents; give their VAE's decoder with --vae FILE (docs/generation.md)")
+        raise UserError(f"{weights}: draws latents; give their VAE's decoder with --vae FILE (docs/training.md)")
     if not vae.is_file():
         raise UserError(f"{vae}: no such VAE file")
     if vae.suffix == ".safetensors":
-        raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/generation.md)")
+        raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/training.md)")
     side, about = transform.image_size, f"latents of shape {(1, *transform.shape)}"
     try:
         decoder = load_exported(vae, device) if vae.suffix == ".pt2" else load_script(vae, device)
@@ -166,7 +166,7 @@ def open_decoder(vae: Path | None, transform: InputSettings, device: torch.devic
             raise UserError(f"makes {shape} of {about}, expected {(1, 3, side, side)}")
     except Exception as error:  # whatever another file makes the reader or the module raise
         why = str(error).splitlines()[0] if isinstance(error, UserError) else f"not a decoder that takes {about}"
-        raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/generation.md)") from None
+        raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/training.md)") from None
 
     def decode(latents: Tensor) -> Tensor:
         # one by one: a decoder needs far more memory than a denoiser, and an exported one may bound the size of a batch

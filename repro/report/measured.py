@@ -33,7 +33,7 @@ def speed_and_memory(results: Results) -> Section:
     text = (
         "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
         "twice: `unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today. These rows stand for "
-        "their own device only. A row is noisy where other work on the machine disturbed it (`docs/benchmark.md`): it gives no ratio."
+        "their own device only. A row is noisy where other work on the machine disturbed it (`docs/speed.md`): it gives no ratio."
     )
     blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]

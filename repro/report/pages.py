@@ -63,8 +63,8 @@ def find_outdated(papers: Sequence[Paper], results: Results, judge: Judge, *, pa
     """
     with TemporaryDirectory() as folder:
         written = Paths(Path(folder) / "checkout")
-        for file in (results.paths.root / "README.md", *sorted((results.paths.root / "docs").glob("*.md"))):
-            if file.is_file():
+        for pattern in ("README.md", "docs/*.md", "results/*.md"):
+            for file in sorted(results.paths.root.glob(pattern)):
                 write_text(written.root / file.relative_to(results.paths.root), file.read_text(encoding="utf-8"))
         pages, documents, built, _ = _build_pages(papers, results, judge, Path(folder) / "figures", with_html=False)
         _write_pages(pages, documents, [*built, *passages], written)
@@ -75,7 +75,7 @@ def find_outdated(papers: Sequence[Paper], results: Results, judge: Judge, *, pa
 def _build_pages(
     papers: Sequence[Paper], results: Results, judge: Judge, figures: Path, *, with_html: bool
 ) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
-    """Judge, draw into the folder `figures`, and build the pages, those in docs/ by name, the passages and, `with_html`, the browser's page."""
+    """Judge, draw into the folder `figures`, and build the pages, the further ones by file, the passages and, `with_html`, the browser's page."""
 
     def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
@@ -89,7 +89,7 @@ def _build_pages(
                 if drawing.find(report):
                     drawing.draw(report, figures / drawing.file)
             pages.append((report, build_document(report)))
-            documents |= {each.file: render_markdown(each.build(report), "../results/") for each in paper.documents}
+            documents |= {each.file: render_markdown(each.build(report), _find_results(each.file)) for each in paper.documents}
             passages += build_passages(report)
         return pages, documents, passages, render_html(pages) if with_html else None
 
@@ -108,7 +108,7 @@ def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[
     for report, page in pages:
         _write_page(report, page, paths)
     for name, text in documents.items():
-        write_text(paths.root / "docs" / name, text)
+        write_text(paths.root / name, text)
     for name, marker, text in passages:
         write_passage(paths.root / name, marker, text)
 
@@ -157,10 +157,15 @@ def build_document(report: Report) -> list[Section]:
 def build_passages(report: Report) -> list[Passage]:
     """Each passage that a paper's room declares."""
     return [
-        (file, marker, render_blocks(build(report), f"{'../' * file.count('/')}results/"))
+        (file, marker, render_blocks(build(report), _find_results(file)))
         for file, passages in report.paper.passages.items()
         for marker, build in passages.items()
     ]
+
+
+def _find_results(file: str) -> str:
+    """The way from a page, a file relative to the checkout, to results/."""
+    return f"{'../' * file.count('/')}results/"
 
 
 def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:

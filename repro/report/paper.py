@@ -116,11 +116,11 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A page in docs/ that is written from the ledger and the records."""
+    """A further page that is written from the ledger and the records."""
 
-    file: str  # its name in docs/
+    file: str  # relative to the checkout
     build: Callable[[Any], Sequence[Section]]  # of a `repro.report.claims.Report`; the first section is its opening
-    records: str  # pattern of the paths of records that it shows, and the paper's main page does not
+    records: str = ""  # pattern of the paths of records that it shows, and the paper's main page does not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,14 @@
-"""Passages of pages that people write: what they say of our measurements, put into words by code from the records."""
+"""What code writes of our measurements beside the papers' own pages: passages of pages that people write, and the page of the scenes."""
 
 from collections.abc import Mapping, Sequence
 
 from ..core.noise import find_spread
 from .claims import Report
 from .dense import find_compared_runs, name_first_weights
-from .document import Block, Bullets, Line, Piece, code, number, prose, strong, table
-from .gallery import describe_origin, describe_profile
+from .document import Block, Bullets, Line, Piece, Section, code, number, prose, table
+from .gallery import describe_origin
 from .measured import format_scores
-from .ordering import Ordering
 from .records import Source, describe_seeds, find_score_interval
-from .variants import judge_variants
 from .verdicts import STATUSES
 
 AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
@@ -21,21 +19,14 @@ def describe_statuses(report: Report) -> list[Block]:
     return [Bullets([(code(word), f": {status.means}.") for word, status in STATUSES.items()])]
 
 
-def judge_ablations(report: Report) -> list[Block]:
-    """Which orderings of the paper's variants are seen, contradicted or open in ours."""
-    variants = report.paper.variants
-    rows: list[list[Piece | Line]] = []
-    for group, where, found in judge_variants(report):
-        profile = describe_profile(group.at(where).values(), report.named)
-        trained = f"{group.title}; {group.common['held_out_images']:.0f} held-out images; {profile}"
-        rows.append([where.place, trained, *_judge_pairs(found)])
-    if not rows:
-        return [prose(f"No variant is trained yet: `{variants.command} --all` trains all {len(variants.options)}.")]
-    text = (
-        "A pair is seen or contradicted where its differences over the seeds are significant, and open elsewhere; where the budget is "
-        f"insufficient, no pair counts. The paper's orders are of {variants.about}, of which none of this says anything."
+def build_scenes(report: Report) -> list[Section]:
+    """results/papers/scenes.md: detectors and segmenters on the embedded scenes."""
+    opening = prose(
+        "The small detectors and segmenters that were trained on the embedded scenes, each next to a method without learning (Otsu's "
+        "threshold, connected components, and the class of the nearest training example). `docs/training.md` says how to train them. "
+        "Nothing here is compared with the paper."
     )
-    return [table(["", "trained", "verdict", "seen", "contradicted", "open"], rows), (text,)]
+    return [Section("Detection and segmentation on embedded scenes", [opening, *compare_without_learning(report)])]
 
 
 def compare_without_learning(report: Report) -> list[Block]:
@@ -78,19 +69,6 @@ def count_noisy_rows(report: Report) -> list[Block]:
             twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
             blocks.append((code(source.path), f" ({source.device})", twice))
     return blocks
-
-
-def _judge_pairs(found: Ordering) -> list[Piece | Line]:
-    """The verdict, with its reason where the pairs do not show it, and the pairs of each word, as the paper orders them."""
-    if found.word == "insufficient budget":
-        return [(strong(found.word), f": {found.why}"), "–", "–", "–"]
-    pairs = {
-        word: [pair for pair in found.pairs if pair.word == word] for word in ("ordering seen", "ordering contradicted", "not separated")
-    }
-    named = {word: [f"{pair.better} > {pair.worse}" for pair in of_word] for word, of_word in pairs.items()}
-    verdict: Line = (strong(found.word),) if found.word != "not separated" else (strong(found.word), f": {found.why}")
-    seen, against, still_open = (f"{len(each)}: {', '.join(each)}" if each else number(0) for each in named.values())
-    return [verdict, seen, against, still_open]
 
 
 def _run_row(source: Source, labels: Mapping[str, str], report: Report) -> list[Piece | Line]:

@@ -152,7 +152,7 @@ def variants_section(report: Report) -> Section:
     text = (
         "Variants that were trained alike. Do they show the paper's ordering by Top-1? Each pair that the paper orders is judged by its "
         "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. "
-        f"`docs/ablations.md` explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our "
+        f"`docs/training.md` explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our "
         "Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named."
     )
     blocks: list[Block] = [prose(text), table(["", "trained", "verdict", "because", "τ"], rows)]

@@ -55,6 +55,7 @@ def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_says_what_is_left(tmp_path, capsys, monkeypatch):
     """A step that runs out of time, and then no time for the next."""
     monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
@@ -86,6 +87,7 @@ def measured(checkout, name):
     return file
 
 
+@pytest.mark.slow
 def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -97,6 +99,7 @@ def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     assert metrics["backend"] == "numba" and metrics["machine"]
 
 
+@pytest.mark.slow
 def test_a_training_is_timed(checkout):
     """The rate of the record is that of the steps' own seconds; a second call of the same code trains nothing."""
     params = TrainingParams(model="vittt_nano_patch16_144", image_size=32, batch_size=128, precision="fp32", steps=8)
@@ -130,7 +133,7 @@ def test_processes_add_up(checkout):
 def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     """Records of a CPU are not shown; what a GPU's say stands in a line each."""
     ((page, marker, text),) = campaign.make_passages(checkout)
-    assert (page, marker) == ("docs/gpu.md", "gpu records") and "No GPU is measured" in text
+    assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
     identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
     row = {"mib": 27, "median_ms": 0.5}
     write_json(checkout.measured("cpu_x") / "environment.json", {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}})

@@ -93,6 +93,7 @@ def test_savings_are_of_vittt_alone(tmp_path):
         count(tmp_path, sizes={"T": {"vittt": DEIT, "baseline": DEIT}})
 
 
+@pytest.mark.slow
 def test_the_grid_measures_both_kinds_of_attention(tmp_path):
     op = {"tokens": 40, "heads": 1, "matmul_side": 64, "repeats": 6}
     sizes = {"T": {"vittt": NANO, "baseline": DEIT}}

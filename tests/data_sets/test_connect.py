@@ -137,6 +137,7 @@ def local_percent(train: np.ndarray, held_out: np.ndarray) -> float:
     return 100 * float((found == torch.arange(len(found)) % 2).float().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [linear_percent, local_percent])
 def test_no_shortcut(kept, percent):
     """4,000 held-out images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""

@@ -247,6 +247,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "code", "output"), [("signals", 0, "20 [2, 15] True"), ("exception", 1, "")])
 def test_workers_outlive_signals_to_the_group_but_not_the_program(root, what, code, output):
     done = subprocess.run(

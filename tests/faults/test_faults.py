@@ -1,6 +1,6 @@
 """Everything that can happen to a training run, done to real runs of this code in temporary checkouts.
 
-`make test` does each fault once; `repro selftest faults` kills at twenty moments and flips a hundred bytes. Each run must end with the
+`make test` does the usual faults once, `make test-all` each; `repro selftest faults` kills at twenty moments and flips a hundred bytes. Each run must end with the
 bits of an uninterrupted one, or with one line that says why it does not.
 """
 
@@ -18,6 +18,7 @@ import pytest
 
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
+from tests.slow import slow
 
 KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0)))
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks")
@@ -56,22 +57,25 @@ def test_a_killed_run_ends_with_the_same_bytes(lab, share):
     kill_and_finish(lab, share, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", choose_moments("two"))
 def test_a_killed_run_of_two_processes_ends_with_the_same_bytes(lab, share):
     assert lab.begun_by_two and 2 in lab.whole
     kill_and_finish(lab, share, 2)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_stops_two_processes_which_end_with_the_same_bytes(lab):
     assert lab.begun_by_two and lab.whole[2].device.endswith(", 2 processes")
     assert lab.finish_run(lab.stop_run(signal.SIGTERM, 143, processes=2), 2) > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_is_not_continued_by_one(lab):
     lab.begun_by_two.wait(lab.begun_by_two.start_training()).require(2, "was stopped with 2 process")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
 def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
     assert lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code))) > 0
 
@@ -105,6 +109,7 @@ def test_a_temporary_file_is_not_taken_for_a_state(lab):
     require_loaded(newest, newest, lambda: newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half"))
 
 
+@pytest.mark.slow
 def test_two_damaged_states_are_refused(lab):
     checkout, states = lab.copy_stopped()
     chosen = random.Random(f"{SEED} both")
@@ -122,6 +127,7 @@ def test_a_run_continues_from_the_undamaged_state_and_leaves_nothing_behind(lab)
     assert not [*newest.parent.glob("*")]
 
 
+@pytest.mark.slow
 def test_no_room_to_save_ends_the_run_and_leaves_its_states(lab):
     checkout, states = lab.copy_stopped()
     process = checkout.start_training(largest_file=min(map(len, states.values())) // 2)
@@ -131,6 +137,7 @@ def test_no_room_to_save_ends_the_run_and_leaves_its_states(lab):
     lab.finish_run(checkout)
 
 
+@pytest.mark.slow
 def test_no_room_in_read_only_results_loses_nothing(lab):
     checkout, _ = lab.copy_stopped()
     (checkout.root / "results").chmod(0o555)
@@ -142,6 +149,7 @@ def test_no_room_in_read_only_results_loses_nothing(lab):
     lab.finish_run(checkout)
 
 
+@pytest.mark.slow
 def test_data_that_changed_under_a_stopped_run_are_refused(lab):
     checkout, states = lab.copy_stopped()
     (checkout.root / "data").unlink()
@@ -151,6 +159,7 @@ def test_data_that_changed_under_a_stopped_run_are_refused(lab):
     require_kept(states)
 
 
+@pytest.mark.slow
 def test_parameters_that_changed_under_a_stopped_run_start_another(lab):
     checkout, states = lab.copy_stopped()
     checkout.edit(seeds=[1], epochs=1, snapshot_epochs=[])
@@ -160,12 +169,14 @@ def test_parameters_that_changed_under_a_stopped_run_start_another(lab):
     require_kept(states)
 
 
+@pytest.mark.slow
 def test_a_changed_number_of_processes_is_refused(lab):
     checkout, states = lab.copy_stopped()
     checkout.wait(checkout.start_training(2)).require(2, "was stopped with 1 process")
     require_kept(states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "processes", "part"),
     [(128, 3, "is not divisible by 3 processes"), (4096, 1, "only 1079 training images"), (4096, 2, "only 1079 training images")],
@@ -175,6 +186,7 @@ def test_a_batch_that_the_processes_or_the_data_do_not_allow_is_refused(lab, siz
     checkout.wait(checkout.start_training(processes)).require(2, part)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_leaves_a_dump_that_replays(lab):
     checkout = lab.make_checkout()
     checkout.edit(optim={"lr": 1e30, "lr_batch_size": 128, "warmup_epochs": 0, "clip_grad_norm": None})
@@ -198,6 +210,7 @@ def save_weights(path, *args, **kwargs):
 """
 
 
+@pytest.mark.slow
 def test_code_whose_runs_differ_is_found_out(tmp_path):
     for package in FIRST_PARTY:
         shutil.copytree(ROOT / package, tmp_path / "broken" / package)

@@ -17,6 +17,7 @@ from kernels.selective_scan import triton_bwd as scan_bwd
 from kernels.tools import check, resources
 from kernels.tools.operators import INTERPRETED, OPERATORS
 from kernels.ttt_linear import triton_bwd, triton_fwd
+from tests.slow import first, slow
 
 RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resources.json"
 
@@ -24,6 +25,11 @@ RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resou
 @pytest.fixture(scope="module")
 def record():
     return json.loads(RECORD.read_text())["metrics"]
+
+
+# `make test` compiles two-byte elements for the newest target, `make test-all` everything for every target
+TARGETS = first(sorted(resources.TARGETS, reverse=True))
+DTYPES = first(["bf16", *(dtype for dtype in check.DTYPES if dtype != "bf16")])
 
 
 def spills(row):
@@ -155,8 +161,8 @@ def test_configs_differ(name):
 MOST_SPILLED = {"ttt_linear_backward": dict.fromkeys(resources.TARGETS, 272), "ttt_linear_backward_back": {80: 112, 89: 96}}
 
 
-@pytest.mark.parametrize("target", resources.TARGETS)
-@pytest.mark.parametrize("dtype", check.DTYPES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", OPERATORS["ttt_linear"].KERNELS)
 def test_ttt_linear_compiles(kernel, dtype, target):
     """Without spills, except where `MOST_SPILLED` says how many bytes."""
@@ -176,13 +182,14 @@ def test_ttt_linear_compiles(kernel, dtype, target):
 
 
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included
-@pytest.mark.parametrize(("width", "chunk_size"), [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16), (128, 64)])
+@pytest.mark.parametrize(("width", "chunk_size"), [*itertools.starmap(slow, [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16)]), (128, 64)])
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_other_sizes_of_ttt_linear_fit(kernel, width, chunk_size):
     """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere."""
     assert OPERATORS["ttt_linear"].compilation(kernel, "bf16", chunk_size=chunk_size, width=width).read(89)["shared_bytes"] <= 99 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "chunk_size"), [(64, 32), (128, 16)])
 def test_shared_memory_of_fp32_is_what_the_table_says(width, chunk_size):
     """`SHARED_KIB` says which sizes need more than 99 KiB, and how much; the rest fits."""
@@ -220,7 +227,8 @@ def test_sizes_that_triton_does_not_take(chunk_size, head_dim, dtype, backend):
 # The selective scan
 
 
-@pytest.mark.parametrize(("dtype", "target"), [*itertools.product(("fp32", "bf16"), resources.TARGETS), ("fp16", 90)])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", ["selective_scan_forward_keeping_states", "selective_scan_backward"])
 def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
     found = OPERATORS["selective_scan"].compilation(kernel, dtype).read(target)
@@ -231,7 +239,7 @@ def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
         assert spills(found) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("dtype", "target"), [("bf16", 90), ("bf16", 80), ("fp16", 89), ("fp32", 90)])
+@pytest.mark.parametrize(("dtype", "target"), [("bf16", 90), slow("bf16", 80), slow("fp16", 89), slow("fp32", 90)])
 @pytest.mark.parametrize("kernel", ["selective_scan_forward", "selective_scan_backward"])
 def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
     """VMamba's: several tokens at once, nothing between threads but the sums over channels of dB and dC."""
@@ -242,6 +250,7 @@ def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
     assert found["registers"] <= 240
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "gate", "state_dim"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)]
 )
@@ -268,7 +277,7 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
 
 @pytest.mark.parametrize(
     ("kernel", "dtype", "target"),
-    [("forward", "bf16", 90), ("forward_keeping_states", "fp16", 80), ("backward", "bf16", 90), ("backward", "fp32", 89)],
+    [("forward", "bf16", 90), ("backward", "bf16", 90), slow("forward_keeping_states", "fp16", 80), slow("backward", "fp32", 89)],
 )
 def test_bi_wkv_compiles_without_spills(kernel, dtype, target):
     found = OPERATORS["bi_wkv"].compilation(f"bi_wkv_{kernel}", dtype).read(target)
@@ -289,11 +298,11 @@ def test_bi_wkv_gives_a_channel_to_a_thread():
     ("kernel", "dtype", "target", "head_dim"),
     [
         ("forward", "bf16", 90, 32),
-        ("forward", "fp32", 80, 256),
+        slow("forward", "fp32", 80, 256),
         ("backward_points", "bf16", 90, 64),
-        ("backward_points", "fp32", 89, 32),
+        slow("backward_points", "fp32", 89, 32),
         ("backward_value", "bf16", 90, 32),
-        ("backward_value", "fp16", 80, 48),
+        slow("backward_value", "fp16", 80, 48),
     ],
 )
 def test_deformable_attention_compiles_without_spills(kernel, dtype, target, head_dim):

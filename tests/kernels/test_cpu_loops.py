@@ -12,6 +12,7 @@ from kernels import cpu_loops, dispatch
 from kernels.selective_scan.op import selected_backend
 from kernels.tools import check
 from kernels.tools.operators import OPERATORS
+from tests.slow import first
 
 LOOPS = [name for name, cases in OPERATORS.items() if "numba" in cases.CPU_BACKENDS]
 
@@ -104,7 +105,7 @@ def test_where_numba_cannot_run():
         cases.select("numba", cases.SMALL, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first([torch.float32, torch.float64, torch.bfloat16]))
 @pytest.mark.parametrize(
     "changed", [{}, {"tokens": 5}, {"tokens": 16}, {"chunk_size": 7}, {"chunk_size": 256}, {"head_dim": 20}, {"head_dim": 10}]
 )

@@ -123,7 +123,7 @@ def test_opcheck(cases, backend):
     torch.library.opcheck(op.backward, (results["out"], *(results[name] for name in op.kept), *arguments, backend))
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=once)])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=[once, pytest.mark.slow])])
 def test_compiles_to_one_graph(cases, dynamic, backend):
     torch.compiler.reset()
     function = operator(cases, backend)

@@ -307,6 +307,7 @@ def test_frozen_backbone(family):
     assert all(injector.gamma.grad.any() for injector in adapter.injectors)  # gradients pass through the frozen blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, options, backend", [("vittt", {"pool": "mid"}, "aot_eager"), ("deit", {}, "eager")])
 def test_compiles_into_one_graph(family, options, backend):
     adapter = shaken(nano(family, options=options))

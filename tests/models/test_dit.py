@@ -16,6 +16,7 @@ from repro.models.registry import build_denoiser, build_model, family_module
 from repro.models.weights import load_state, save_weights
 from repro.tasks.generation.data import fill
 from tests.models.helpers import relative, shaken
+from tests.slow import first
 
 FILE = Path(__file__).parents[1] / "data" / "dit3.npz"
 VARIANTS = [
@@ -201,7 +202,7 @@ def test_an_image_alone_and_in_a_batch(name, options):
     assert relative(alone, together) < 1e-5
 
 
-@each_variant
+@pytest.mark.parametrize(("name", "options"), first(VARIANTS))
 def test_compiled_equals_eager(name, options):
     model, inputs = small(name, **options), make_inputs()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs), model(*inputs))

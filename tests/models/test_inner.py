@@ -11,6 +11,7 @@ from torch import Tensor
 
 from repro.models.inner import LOSSES, MODELS, InnerLoop, adapt, error_signal, learn, read_out
 from tests.models.helpers import relative
+from tests.slow import first
 
 GRID = (3, 4)
 N, D, HEADS, IMAGES = 12, 4, 2, 2
@@ -387,7 +388,7 @@ def test_it_runs_where_autograd_does_not_exists_and_exports(model, width, depth)
     assert relative(exported(q, k, v), expected) < 1e-12
 
 
-@each_model
+@pytest.mark.parametrize(("model", "width", "depth"), first(TWELVE))
 def test_compiled_as_one_graph_equals_eager(model, width, depth):
     loop = build(model, width, depth, loss="mse", batches=2)
     weights, q, k, v, _ = draw(loop)

@@ -9,15 +9,14 @@ from repro.core.config import active_profile
 from repro.core.paths import Paths
 from repro.papers import load_primary
 from repro.report.claims import judge_paper
-from repro.report.markdown import render_blocks
+from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_passages, write_report
-from repro.report.passages import compare_without_learning, count_noisy_rows, judge_ablations
+from repro.report.passages import build_scenes, compare_without_learning, count_noisy_rows
 from repro.report.results import Results
 from stages import stage_names, verb_of
 from stages.report import load_scores
 
 from .conftest import JUDGE
-from .test_variants import grid, train
 
 ROOT = Path(__file__).parents[2]
 PASSAGES = [(file, marker) for file, passages in load_primary().passages.items() for marker in passages]
@@ -56,25 +55,28 @@ def test_the_pages_say_what_the_committed_records_give(file, marker, committed):
 
 
 def test_without_a_record_a_passage_is_one_sentence_with_the_command(checkout):
-    for build, command in (
-        (judge_ablations, "`repro ablate --all`"),
-        (compare_without_learning, "`repro detect`"),
-        (count_noisy_rows, "`repro efficiency`"),
-    ):
+    for build, command in ((compare_without_learning, "`repro detect`"), (count_noisy_rows, "`repro efficiency`")):
         said = passage(build, checkout)
         assert command in said and said.count(".") == said.count("\n") + 1 == 1
 
 
 def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout):
-    detector(checkout)
+    checkout.speed({"model": "a"}, device=checkout.CPU)
     file, other = (
-        checkout.write("docs/dense.md", "a\n<!-- scenes -->\nold\n<!-- /scenes -->\nb\n"),
-        checkout.write("docs/ablations.md", "c\n"),
+        checkout.write("results/speed.md", "a\n<!-- noise -->\nold\n<!-- /noise -->\nb\n"),
+        checkout.write("docs/architecture.md", "c\n"),
     )
     write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
-    said = passage(compare_without_learning, checkout)
-    assert file.read_text(encoding="utf-8") == f"a\n<!-- scenes -->\n{said}\n<!-- /scenes -->\nb\n"
-    assert other.read_text(encoding="utf-8") == "c\n" and "25.0 %" in said
+    said = passage(count_noisy_rows, checkout)
+    assert file.read_text(encoding="utf-8") == f"a\n<!-- noise -->\n{said}\n<!-- /noise -->\nb\n"
+    assert other.read_text(encoding="utf-8") == "c\n" and "batch" in said
+
+
+def test_the_scenes_have_a_page_of_their_own(checkout):
+    detector(checkout)
+    write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
+    page = (checkout.paths.results / "papers/scenes.md").read_text(encoding="utf-8")
+    assert page == render_markdown(build_scenes(checkout.report()), "../") and "25.0 %" in page
 
 
 def test_pictures_of_a_passage_are_found_from_its_page(checkout):
@@ -83,28 +85,6 @@ def test_pictures_of_a_passage_are_found_from_its_page(checkout):
     shown = {"docs/deep/x.md": {"y": lambda report: [(Picture("figures/a.png", "a"),)]}}
     checkout.paper = dataclasses.replace(checkout.paper, passages=shown)
     assert [text for _, _, text in build_passages(checkout.report())] == ["![a](../../results/figures/a.png)"]
-
-
-def test_verdicts_name_the_pairs_of_each_word(checkout):
-    grid(checkout)
-    said = passage(judge_ablations, checkout)
-    assert said.count("**ordering seen**") == 4 and "| 15: conv2d > dual, " in said and "4 epochs, 3 seeds" in said
-    assert "100000 held-out images; run by hand" in said
-
-
-def test_a_contradiction_is_in_its_column_and_an_insufficient_budget_counts_no_pair(checkout):
-    for name, top1 in (("conv2d", [80, 81, 80.5]), ("max", [60, 61.2, 60.4]), ("head", [90, 91, 90.6])):
-        train(checkout, name, top1)
-    train(checkout, "dual", [70], folder="ablate", recipe_hash="another")
-    train(checkout, "conv1d", [60], folder="ablate", recipe_hash="another")
-    contradicted, insufficient = (line for line in passage(judge_ablations, checkout).splitlines() if line.startswith("| Table"))
-    if "Table 3" in contradicted:
-        contradicted, insufficient = insufficient, contradicted
-    assert "| **ordering contradicted** | 1: conv2d > max | 2: conv2d > head, max > head | 0 |" in contradicted
-    assert (
-        "**insufficient budget**: one seed in common, which shows no spread | – | – | – |" in insufficient
-        and "the mini profile" in insufficient
-    )
 
 
 def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(checkout):

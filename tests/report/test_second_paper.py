@@ -47,7 +47,7 @@ def second(tmp_path) -> Paper:
         questions=(Question(label="sizes", entries=("table1.*.params_m",)),),
         figures=(Figure(place="Fig. 1", shows="a diagram"),),
         sections=(lambda report: [Section(f"{report.paper.name}'s own", [("its own words",)])], lambda report: []),
-        documents=(Document(file="second.md", build=describe, records="results/measured/*/second/*"),),
+        documents=(Document(file="docs/second.md", build=describe, records="results/measured/*/second/*"),),
     )
 
 

@@ -1,6 +1,7 @@
 """`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results, continuation, and wrong inputs as one line."""
 
 import csv
+import functools
 import hashlib
 import json
 import shutil
@@ -15,6 +16,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+
+from tests.slow import first
 
 NANO = "vittt_nano_patch16_144"
 WEIGHTS = "results/pretrain/nano/weights.safetensors"
@@ -69,17 +72,22 @@ def checkout(dense, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(dense, tmp_path_factory) -> Path:
-    """A checkout whose two cells were trained without interruption."""
+def trained(dense, tmp_path_factory):
+    """`trained("detect")` -> a checkout whose cell of this stage was trained without interruption."""
     root = tmp_path_factory.mktemp("trained") / "checkout"
     shutil.copytree(dense, root, symlinks=True)
-    for stage in ("detect", "segment"):
+
+    @functools.cache
+    def train(stage: str) -> Path:
         subprocess.run([sys.executable, "-m", "repro", stage, "--cell", "nano"], cwd=root, check=True, timeout=1800)
-    return root
+        return root
+
+    return train
 
 
-@pytest.mark.parametrize(("stage", "steps", "score"), [("detect", 6, "ap_box_percent"), ("segment", 4, "miou_percent")])
+@pytest.mark.parametrize(("stage", "steps", "score"), first([("segment", 4, "miou_percent"), ("detect", 6, "ap_box_percent")]))
 def test_what_a_run_leaves(trained, stage, steps, score):
+    trained = trained(stage)
     folder = trained / "results" / stage / "nano"
     record = json.loads((folder / "metrics.json").read_text())
     metrics = record["metrics"]
@@ -99,9 +107,10 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
 
 
-@pytest.mark.parametrize("stage", ["detect", "segment"])
+@pytest.mark.parametrize("stage", first(["segment", "detect"]))
 def test_every_key_is_in_the_load_report(trained, stage):
     """Used: the backbone's, equal to the file's at the start; the file's other keys are named, and so are those that are new."""
+    trained = trained(stage)
     folder = trained / "results" / stage / "nano"
     lines = dict(reversed(line.rsplit(" ", 1)) for line in (folder / "load_report.txt").read_text().splitlines())
     report = {key: what.strip() for key, what in lines.items()}
@@ -113,6 +122,7 @@ def test_every_key_is_in_the_load_report(trained, stage):
     assert set(report.values()) == {"used", "expected: not needed", "expected: new"}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_weights(trained, checkout):
     command = [sys.executable, "-m", "repro", "detect", "--cell", "nano"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -126,9 +136,10 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout):
     assert not Path("results/detect").exists()
     subprocess.run(command, check=True, timeout=1800)
     for name in ("weights.safetensors", "curve.csv"):
-        assert (Path("results/detect/nano") / name).read_bytes() == (trained / "results/detect/nano" / name).read_bytes()
+        assert (Path("results/detect/nano") / name).read_bytes() == (trained("detect") / "results/detect/nano" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_random_weights_stand_elsewhere(checkout, repro_cli):
     code, out, err = repro_cli("segment", "--random", "--epochs", "1")
     assert code == 0, err
@@ -137,8 +148,9 @@ def test_random_weights_stand_elsewhere(checkout, repro_cli):
     assert "expected: new" in out and "used" not in out
 
 
+@pytest.mark.slow
 def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
-    monkeypatch.chdir(trained)
+    monkeypatch.chdir([trained(stage) for stage in ("detect", "segment")][-1])
     pixels = np.random.Generator(np.random.PCG64(0)).integers(0, 255, (90, 150, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "colour.png")
     Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.jpg")

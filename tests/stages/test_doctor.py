@@ -11,6 +11,7 @@ import pytest
 
 from repro import doctor
 from repro.core.paths import Paths
+from tests.slow import first
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (
@@ -73,7 +74,7 @@ def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", ["ImportError('libcudart.so.13: cannot open shared object file')", "OSError('no space')", "RuntimeError('odd')"]
+    "error", first(["ImportError('libcudart.so.13: cannot open shared object file')", "OSError('no space')", "RuntimeError('odd')"])
 )
 def test_it_reports_also_where_torch_is_broken(tmp_path, error):
     """Every section is there, and the import of torch is an error of one line."""

@@ -53,6 +53,7 @@ def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypat
         assert code == 2 and err.count("\n") == 1 and says in err and "move it away" in err
 
 
+@pytest.mark.slow
 def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
     measured, real_measure = [], loop.measure
 

@@ -298,6 +298,7 @@ def imagenet(checkout, repro_cli):
     assert repro_cli("prepare-data", "--cell", "imagenet")[0] == 0
 
 
+@pytest.mark.slow
 def test_table1_without_a_network(imagenet, published, tmp_path):
     """The real client of the hub in a process of its own, with an endpoint that nobody serves and an empty cache."""
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}

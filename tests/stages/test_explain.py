@@ -96,6 +96,7 @@ def test_attention_before_and_after_linearising(students, picture, repro_cli):
     assert rows[0][3] == rows[1][3] != rows[2][3]
 
 
+@pytest.mark.slow
 def test_attention_of_a_data_set_is_recorded(students, repro_cli):
     softmax, student = map(str, students)
     code, out, err = repro_cli("explain", "--map", "attention", "--weights", student, "--teacher", softmax, "--data", "digits")

@@ -13,6 +13,7 @@ from repro.models.checkpoints import open_weights
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from tests.models.helpers import shaken
+from tests.slow import first
 
 CLASSES = ["ant", "bee", "cat"]
 PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_pct": 0.9, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
@@ -65,7 +66,7 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
     assert torch.equal(expected(tmp_path / "folder" / "model.safetensors", images), expected(path, images))  # and for `repro predict`
 
 
-@pytest.mark.parametrize("family", ["vim", "vrwkv", "vit3"])
+@pytest.mark.parametrize("family", first(["vit3", "vim", "vrwkv"]))
 def test_torch_export_stands_alone(saved, repro_cli, family):
     path = saved(family)
     code, _, err = repro_cli(
@@ -81,6 +82,7 @@ def test_torch_export_stands_alone(saved, repro_cli, family):
         torch.testing.assert_close(program.module()(images), expected(path, images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_in_its_runtime(saved, repro_cli):
     onnxruntime = pytest.importorskip("onnxruntime")
     path = saved("vittt", pool="double")

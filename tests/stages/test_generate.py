@@ -109,6 +109,7 @@ def test_what_a_run_leaves(trained):
     assert not (trained / "results/generate").exists() and not list((trained / ".runs").rglob("*.pt"))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_weights(trained, ready):
     process = subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     deadline = time.monotonic() + 1800
@@ -384,6 +385,7 @@ def test_a_releases_file_draws_latents_that_a_decoder_turns_into_pictures(releas
     assert abs(found[0] - found[1]).max() <= 1 and found[0].std() > 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_vae_file_that_is_none_is_one_line(release, repro_cli):
     torch.jit.script(Halves()).save("halves.pt")

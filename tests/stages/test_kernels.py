@@ -27,32 +27,29 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_repro(*arguments, code=None, **environment):
-    command = [sys.executable, *(["-c", code] if code else ["-m", "repro", "kernels", *arguments])]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=os.environ | hidden | environment, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
+    ("arguments", "interpreted", "message"),
     [
-        (["check"], {}, "q is on cpu, expected a CUDA device"),
-        (["bench"], {}, "PyTorch sees no CUDA device; speed is measured on a GPU"),
-        (["resources"], {"TRITON_INTERPRET": "1"}, "the interpreter compiles nothing; unset it"),
-        (["check", "--op", "bi_wvk"], {}, "--op bi_wvk: no such operator; did you mean 'bi_wkv'?"),
+        (["check"], False, "expected a CUDA device"),
+        (["bench"], False, "sees no CUDA device"),
+        (["resources"], True, "TRITON_INTERPRET is set"),
+        (["check", "--op", "bi_wvk"], False, "did you mean 'bi_wkv'?"),
     ],
 )
-def test_where_it_cannot_run(arguments, environment, message):
-    done = run_repro(*arguments, **environment)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("repro: kernels") and message in done.stderr and done.stderr.count("\n") == 1
+def test_where_it_cannot_run(repro_cli, monkeypatch, arguments, interpreted, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("kernels.tools.operators.INTERPRETED", interpreted)
+    code, out, err = repro_cli("kernels", *arguments)
+    assert (code, out) == (2, "") and err.startswith("repro: kernels") and message in err and err.count("\n") == 1
 
 
 def test_it_runs_with_torch_triton_timm_typer_and_rich_alone():
     """On a bare GPU machine: nothing else of the lock file is imported on the way to the first check."""
     blocked = ["dvc", "sklearn", "matplotlib", "pandas", "scipy", "pytest", "mmseg", "mmcv", "mmengine", "dvclive"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from repro.cli import main; sys.argv = ['repro', 'kernels', 'bench']; main()"
-    done = run_repro(code=code)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "PyTorch sees no CUDA device" in done.stderr, done.stderr
 
 
@@ -173,8 +170,8 @@ def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch):
 
 
 def test_documented_tables_are_of_committed_records():
-    """docs/gpu.md: each generated block is what the records under results/measured give; `repro report` writes them."""
-    page = (ROOT / kernels.DOCS).read_text()
+    """results/speed.md: each generated block is what the records under results/measured give; `repro report` writes them."""
+    page = (ROOT / kernels.PAGE).read_text()
     for name, block, text in kernels.make_passages(find_root(ROOT)):
         assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block
 

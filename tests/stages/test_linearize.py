@@ -80,6 +80,7 @@ def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cl
     assert student["blocks.0.attn.w1"].std() > 0.021  # it began with 0.02
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_gives_the_same_bits(ready, repro_cli, monkeypatch):
     assert repro_cli("linearize", "--cell", "student")[0] == 0
     folder = Path("results/linearize/student")
@@ -136,6 +137,7 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
     assert job.load_report["head.weight"] == "expected: new"
 
 
+@pytest.mark.slow
 def test_from_a_file_with_options_and_an_export(ready, repro_cli):
     code, out, err = repro_cli("linearize", "--from", str(TEACHER), "--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
     assert code == 0, err

@@ -45,6 +45,7 @@ def test_no_result_depends_on_the_plan():
             assert not [file for file in import_closure(ROOT, [f"stages.{name}"]) if file.startswith("repro/planning")], name
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
     expected = []
     for stage, section in PAPER.items():
@@ -57,6 +58,7 @@ def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
     assert [each.command for each in paper_plan.rows] == expected
 
 
+@pytest.mark.slow
 def test_hours_and_disk_of_the_paper_profile(paper_plan):
     trained = [(f"dvc repro {stage}@{name}", cell) for stage in TRAINING for name, cell in PAPER[stage].items()]
     disk_gb = sum(KINDS[cell["kind"]].size_gb or 0 for cell in PAPER["prepare_data"].values())
@@ -87,6 +89,7 @@ def test_hours_and_disk_of_the_paper_profile(paper_plan):
     assert set(paper_plan.unknown) == {*unknown, *drawn, "dvc repro visualize", "dvc repro resolution"}
 
 
+@pytest.mark.slow
 def test_the_paper_profile_trains_every_variant(paper_plan):
     gives = frozenset().union(*(each.gives for each in paper_plan.rows))
     for name, options in VARIANTS.items():
@@ -98,6 +101,7 @@ def test_the_paper_profile_trains_every_variant(paper_plan):
         assert all(("accuracy", data, model) in gives for data in wanted), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "stage", "scores"), [("Table 2 (left)", "detect", 2), ("Table 2 (right)", "segment", 1)])
 def test_numbers_of_table_2_that_the_paper_profile_would_give(paper_plan, place, stage, scores):
     """Two counts of every backbone with its adapter, and the scores of the plain models that the profile trains."""

@@ -305,6 +305,7 @@ with joined("cpu") as ranks:
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
     torch.save(learnt[0].model.state_dict(), tmp_path / "weights.pt")
     (tmp_path / "program.py").write_text(ON_RANKS)

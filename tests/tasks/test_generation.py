@@ -268,6 +268,7 @@ def inception(tmp_path):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_features_are_those_of_the_file(inception):
     path, sha256, module = inception("mixed_6")

@@ -169,6 +169,7 @@ def test_the_truth_leaves_unlabelled_pixels_as_they_are():
     assert np.abs(np.asarray(drawn)[:, :256] - (0.45 * 200 + 0.55 * 120)).max() <= 1
 
 
+@pytest.mark.slow
 def test_mmsegmentations_runner_trains_and_tests_with_the_example(tmp_path):
     """The documented configuration at a small size: one step, then the evaluation."""
     data = write_tree(tmp_path / "ade", classes=150)

@@ -175,6 +175,7 @@ def test_a_swin_in_mmsegmentations_registry():
     assert [tuple(level.shape) for level in maps] == [(1, 8, 16, 16), (1, 16, 8, 8), (1, 32, 4, 4), (1, 64, 2, 2)]
 
 
+@pytest.mark.slow
 def test_importing_and_building_says_nothing():
     code = (
         "import torch; from repro.tasks.segmentation.upernet import build_upernet\n"

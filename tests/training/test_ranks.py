@@ -20,6 +20,7 @@ def start(command, **environment):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path):
     """2 × batch 32 against 1 × batch 64 in fp64: the averaged gradients of the first step and the losses of five steps."""
     program = str(Path(__file__).parent / "program.py")
@@ -56,6 +57,7 @@ def test_what_ranks_agree_on(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_all(tmp_path):
     """The other one waits in an exchange that will never come."""
     (tmp_path / "agree.py").write_text(AGREE)

@@ -101,24 +101,6 @@ def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, An
     return {}
 
 
-def describe_limits(report: Report) -> list[Block]:
-    """What bounds the batched products of the parallel form, by counting, and why there is no kernel of our own for them."""
-    rows = [row for source in find_forms(report) for row in source.metrics["rows"]]
-    of_lact = next((row for row in rows if (row["setting"], row["learner"]) == ("vision", "lact_v6")), None)
-    if of_lact is None:
-        return [prose(f"Nothing is measured yet: `{COMMAND}`.")]
-    n, d = of_lact["chunk_size"], of_lact["head_dim"]
-    macs, moved = n * d * d, 4 * (2 * n * d + d * d)
-    text = (
-        f"There is no Triton kernel for these forms. With chunks of {n} tokens and heads of {d}, the sum of a chunk's steps reads and writes "
-        f"{moved:,} bytes in fp32 for {macs:,} multiply-adds, {macs / moved:.0f} for each byte, and so does the read-out: batched matrix "
-        "products of this shape are bound by the bandwidth of the memory, and each operand is read once. A kernel could only gain by fusing "
-        "the three phases, so that the states of chunks are not written and read again; what that is worth was not measured, since no GPU "
-        "was at hand."
-    )
-    return [prose(text)]
-
-
 def draw_forms(report: Report, path: Path) -> Path:
     """The ratios over the tokens, a panel for each mode, of the first record."""
     source = find_forms(report)[0]

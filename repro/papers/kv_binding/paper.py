@@ -4,11 +4,10 @@ from pathlib import Path
 
 from ...report.paper import Drawing, Figure, Paper, Question, Variants, VariantTable
 from . import formulas
-from .changes import changes_section, describe_changes, describe_choice, describe_vittt
-from .forms import PICTURE, describe_backbones, describe_forms, describe_limits, draw_forms, find_forms, forms_section
-from .learners import describe_learners
-from .probes import describe_probes, probes_section
-from .residuals import describe_division, describe_residuals, residuals_section
+from .changes import changes_section, choice_section
+from .forms import PICTURE, draw_forms, find_forms, forms_section
+from .probes import probes_section
+from .residuals import residuals_section
 from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -71,21 +70,7 @@ PAPER = Paper(
     ),
     drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
     pictures=(f"figures/{PICTURE}",),
-    sections=(residuals_section, forms_section, changes_section, probes_section),
-    passages={
-        "docs/inner_loops.md": {
-            "learners": describe_learners,
-            "limits": describe_limits,
-            "residuals": describe_residuals,
-            "division": describe_division,
-            "forms": describe_forms,
-            "backbones": describe_backbones,
-            "changes": describe_changes,
-            "probes": describe_probes,
-            "vittt": describe_vittt,
-            "choice": describe_choice,
-        }
-    },
+    sections=(residuals_section, forms_section, changes_section, choice_section, probes_section),
     variants=Variants(
         options=VARIANTS,
         models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},

@@ -12,7 +12,8 @@ EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_erro
 
 def residuals_section(report: Report) -> list[Section]:
     """The section of the paper's page."""
-    return [Section("What is proved, by its residual in fp64", describe_residuals(report))]
+    text = "The momenta of the authors' parallel code, which divides cumulated sums by cumulated products, and ours, in fp32 against the recurrence in fp64:"
+    return [Section("What is proved, by its residual in fp64", [*describe_residuals(report), prose(text), *describe_division()])]
 
 
 def describe_residuals(report: Report) -> list[Block]:
@@ -36,7 +37,7 @@ def describe_residuals(report: Report) -> list[Block]:
     return [prose(text), table(["where", "the paper says", "residual", "repaired", "status"], rows)]
 
 
-def describe_division(report: Report) -> list[Block]:
+def describe_division() -> list[Block]:
     """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are told in digits."""
     rows: list[list[Piece]] = []
     for chunks in CHUNKS:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ...report.paper import Contest, Paper, Question, Variants, VariantTable
 from . import formulas
-from .attention import attention_section, describe_attention
-from .recovery import describe_recovery, recovery_section
+from .attention import attention_section
+from .recovery import recovery_section
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -64,7 +64,6 @@ PAPER = Paper(
     ),
     pictures=("figures/t5_resolution.png",),
     sections=(recovery_section, attention_section),
-    passages={"docs/linearize.md": {"recovery": describe_recovery, "attention": describe_attention}},
     variants=Variants(
         options=VARIANTS,
         recipes={name: {"freeze": True} for name in FROZEN},

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
-from ...report.passages import compare_without_learning, count_noisy_rows, describe_statuses, judge_ablations
+from ...report.passages import build_scenes, count_noisy_rows, describe_statuses
 from . import closed_forms, formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
-from .readings_page import build_page
+from .readings_page import build_results, describe_choices
 from .sections import flops_section, interpretability_section
 from .variants import TABLES_AND_FIGURES, VARIANTS
 
@@ -102,12 +102,14 @@ PAPER = Paper(
     figures=FIGURES,
     sections=(flops_section, interpretability_section),
     passages={
-        "docs/ablations.md": {"verdicts": judge_ablations},
         "docs/architecture.md": {"statuses": describe_statuses},
-        "docs/benchmark.md": {"noise": count_noisy_rows},
-        "docs/dense.md": {"scenes": compare_without_learning},
+        "docs/readings.md": {"choices": describe_choices},
+        "results/speed.md": {"noise": count_noisy_rows},
     },
-    documents=(Document(file="readings.md", build=build_page, records="results/measured/*/readings/*"),),
+    documents=(
+        Document(file="results/papers/readings.md", build=build_results, records="results/measured/*/readings/*"),
+        Document(file="results/papers/scenes.md", build=build_scenes),
+    ),
     variants=Variants(
         options=VARIANTS,
         tables=(

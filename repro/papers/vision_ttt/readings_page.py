@@ -1,10 +1,10 @@
-"""docs/readings.md: every choice that the paper leaves, what was taken and why, and what the alternatives do."""
+"""Every choice that the paper leaves: docs/readings.md says what was taken and why, results/papers/readings.md what the others do."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Line, Piece, Section, code, number, prose, strong, table
+from ...report.document import Block, Bullets, Heading, Line, Piece, Section, code, join, number, prose, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import Pair, compare_pairs, sampling_noise
 from ...report.records import Source
@@ -14,26 +14,32 @@ TOP1 = "top1_percent"
 Trained = Mapping[str, Source]  # text of a reading -> the record of its training
 
 
-def build_page(report: Report) -> list[Section]:
-    """The page: how well our reading fits, which pairs fit as well, and a section for each choice."""
+def describe_choices(report: Report) -> list[Block]:
+    """Each choice under a heading: what the paper says, what was taken and why, and the alternatives."""
+    return [block for choice in load_choices() for block in (Heading(choice.asks), *_explain(choice))]
+
+
+def build_results(report: Report) -> list[Section]:
+    """results/papers/readings.md: how well our reading fits, which pairs fit as well, what was trained, and a row for each value."""
     fits = next((source.metrics for source in report.results.sources if source.stage == "readings"), None)
     trained = find_trained(report)
     pairs = _compare_trained(trained)
     opening = prose(
-        "The paper leaves choices open, and contradicts itself in some. Each of them is a switch of Vittt, whose default is our reading: "
-        '`timm.create_model("vittt_tiny_patch16_224", reading="post_norm=none,gate_activation=sigmoid")`; in params.yaml it is an option '
-        "of the model. A weights file names its reading. All readings run on all backends."
+        "Vision-TTT leaves choices open; `docs/readings.md` explains each of them, and why our reading was taken. Here is what the "
+        "alternatives do to the counts that the paper prints, which `repro readings` counts, and to the accuracy on embedded data, which "
+        "`repro readings --train` measures."
     )
-    made = prose(
-        "`repro report` writes this page from `repro/papers/vision_ttt/readings.yaml`, from what `repro readings` counts, and from what "
-        "`repro readings --train` trains."
-    )
-    page = [Section("How the paper is read", [opening, made])]
+    page = [Section("What the readings of Vision-TTT change", [opening])]
     if fits:
         page.append(Section("What the printed counts say", _describe_fits(fits)))
     if pairs:
         page.append(Section("Does the accuracy depend on the reading?", _describe_trained(trained, pairs)))
-    return page + [Section(choice.asks, _describe(choice, fits, trained, pairs)) for choice in load_choices()]
+    if fits or trained:
+        header = ["reading", "", "parameters of Vittt-T (M)", "printed counts that fit", "multiply-adds (G)", "that fit"]
+        header += ["Top-1 (%)", "against ours (points)"] if trained else []
+        rows = [_value_row(choice, value, fits, trained, pairs) for choice in load_choices() for value in choice.values]
+        page.append(Section("Every reading", [table(header, rows)]))
+    return page
 
 
 def find_trained(report: Report) -> Trained:
@@ -105,15 +111,15 @@ def _describe_trained(trained: Trained, pairs: Mapping[str, Pair]) -> list[Block
     return [(about,), verdict, (f"{spread}{', so this task cannot tell them apart.' if max(means) - min(means) < noise else '.'}",)]
 
 
-def _describe(choice: Choice, fits: Mapping[str, Any] | None, trained: Trained, pairs: Mapping[str, Pair]) -> list[Block]:
+def _explain(choice: Choice) -> list[Block]:
     says: Block = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
-    blocks: list[Block] = [says] if choice.says else [("The paper says nothing.",)]
-    blocks.append((strong("We take"), f" {choice.values[choice.default]}. {choice.because}"))
-    blocks.append((strong("It would be refuted by"), f" {choice.refuted_by}."))
-    header = ["", "", "parameters of Vittt-T (M)", "printed counts that fit", "multiply-adds (G)", "that fit"]
-    header += ["Top-1 (%)", "against ours (points)"] if trained else []
-    rows = [_value_row(choice, value, fits, trained, pairs) for value in choice.values]
-    return [*blocks, table(header, rows)]
+    others = [(code(text), f", {choice.values[value]}") for text, value in zip(choice.alternatives, list(choice.values)[1:], strict=True)]
+    return [
+        says if choice.says else ("The paper says nothing.",),
+        (strong("We take"), f" {choice.values[choice.default]}. {choice.because}"),
+        (strong("Instead"), ": ", *join(others, "; "), "."),
+        (strong("Refuted by"), f" {choice.refuted_by}."),
+    ]
 
 
 def _value_row(

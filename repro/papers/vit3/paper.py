@@ -5,7 +5,7 @@ from pathlib import Path
 from ...report.paper import Contest, Figure, Paper, Question, Variants, VariantTable
 from . import formulas
 from .depth import draw_depth, training_loss_section
-from .generation import describe_generation, generation_section
+from .generation import generation_section
 from .variants import ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -120,7 +120,6 @@ PAPER = Paper(
         ),
     ),
     sections=(training_loss_section, generation_section),
-    passages={"docs/generation.md": {"digits": describe_generation}},
     variants=Variants(
         options=VARIANTS,
         tables=tuple(

@@ -13,6 +13,7 @@ from kernels.tools.operators import OPERATORS
 from kernels.tools.resources import describe
 from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
 from repro.core.record import write_record
+from tests.slow import slow
 
 
 @pytest.fixture(params=OPERATORS)
@@ -20,7 +21,7 @@ def cases(request):
     return OPERATORS[request.param]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
 def test_a_row_of_right_kernels(cases, dtype, tmp_path):
     row = check.compare(cases, "default", cases.SMALL, dtype, seeds=[0])
     assert row["passed"] and row["not_finite"] == [], row
@@ -72,6 +73,7 @@ def test_a_check_that_breaks_is_a_row(monkeypatch):
     assert {row["operator"] for row in rows} == {"selective_scan"}
 
 
+@pytest.mark.slow
 def test_mamba_ssm_against_the_kernels(monkeypatch):
     """With ours in its place they agree in the output and every gradient; with a wrong one they do not; without one, no verdict."""
     sizes = selective_scan_cases.SMALL

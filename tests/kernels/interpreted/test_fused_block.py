@@ -7,6 +7,7 @@ import torch
 import repro.models  # noqa: F401
 from kernels.tools import check
 from repro.models import fused_block
+from tests.slow import slow
 
 NAMES = {"stream": "tokens"}
 
@@ -28,8 +29,10 @@ def differentiate(model, images, backend):
     return [out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_heads": 1}, {"reading": "eta_base=0.5,positions=none"}, {"pool": "max"}])
-@pytest.mark.parametrize("sides", [(80, 80), (48, 112)])
+@pytest.mark.parametrize(
+    "options", [{}, *[slow(options) for options in ({"num_heads": 1}, {"reading": "eta_base=0.5,positions=none"}, {"pool": "max"})]]
+)
+@pytest.mark.parametrize("sides", [slow((80, 80)), (48, 112)])
 def test_it_is_the_plain_path(options, sides):
     """In fp32, on square and other grids whose last chunk is shorter: the two differ by rounding."""
     model, images = make(**options), torch.randn(2, 3, *sides)
@@ -99,6 +102,7 @@ def test_a_frozen_model_keeps_its_constants():
         assert block.constants is None
 
 
+@pytest.mark.slow
 def test_samples_drop_branches_as_on_the_plain_path():
     """Stochastic depth in training: the same seed drops the same."""
     model, images = make(drop_path_rate=0.5).train(), torch.randn(4, 3, 80, 80)

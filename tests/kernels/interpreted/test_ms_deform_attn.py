@@ -8,6 +8,7 @@ from kernels.ms_deform_attn.reference import Arguments
 from kernels.tools.cases import ROUNDING
 from kernels.tools.check import poisoned_memory, relative_error
 from kernels.tools.ms_deform_attn_cases import CASES, draw_points
+from tests.slow import slow
 
 INPUTS = CASES.INPUTS
 
@@ -39,7 +40,7 @@ def assert_near(results, expected, limit=1e-5, low=0.0):
         assert relative_error(a, b, 1.0) < limit + (low if name in ("out", "value") else 0.0), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float16)], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(("samples", "channels", "shapes"), SIZES, ids=str)
 def test_levels_of_any_shape(samples, channels, shapes, dtype):
     value, locations, weights, dout = inputs = draw(shapes, samples, channels)
@@ -93,6 +94,7 @@ def test_nan_in_a_pixel_stays_around_it():
     assert 0 < near.sum() < 40 and torch.equal(bad[0, :, 1, 2], near) and bad.sum() == near.sum()
 
 
+@pytest.mark.slow
 def test_other_configs():
     value, locations, weights, dout = draw(((3, 4), (2, 2)), (1, 11, 2, 2, 2), 24)
     arguments = Arguments(value, [3, 4, 2, 2], locations, weights)

@@ -10,11 +10,12 @@ from kernels.selective_scan.reference import Arguments
 from kernels.tools import check
 from kernels.tools.selective_scan_cases import CASES as cases
 from kernels.tools.selective_scan_cases import VMAMBA, Sizes, one_direction
+from tests.slow import slow
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
 @pytest.mark.parametrize(("batch", "tokens", "channels", "options"), [(2, 5, 33, {}), (1, 19, 8, {}), (1, 19, 33, VMAMBA)])
 def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
     """Two blocks of channels of which one is short, and three groups of tokens, of Vim and of VMamba."""
@@ -108,6 +109,7 @@ def vim_mixer():
     return VimMixer(16, 4), (1, 5, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [vim_mixer, vmamba_mixer, mambavision_mixer])
 def test_layers_train_on_it(make):
     """The strides that each layer itself produces, under autocast to fp16 and without; against the torch backend."""

@@ -12,6 +12,7 @@ from kernels.tools import check
 from kernels.tools.ttt_linear_cases import CASES as cases
 from kernels.tools.ttt_linear_cases import Sizes, one_direction, small
 from kernels.ttt_linear import triton_bwd, triton_fwd, triton_phases
+from tests.slow import slow
 
 arguments, draw = cases.arguments, cases.draw
 
@@ -38,7 +39,12 @@ def test_many_groups():
     assert_passes(small(700, 1))
 
 
-@pytest.mark.parametrize(("tokens", "options"), [(1, {}), (17, {}), (150, {}), (700, {}), (150, {"head_dim": 16}), (81, {"chunk_size": 4})])
+def ragged(*others):
+    """17 tokens: a chunk and a token; other sizes are slow."""
+    return pytest.mark.parametrize(("tokens", "options"), [(17, {}), *[slow(*other) for other in others]])
+
+
+@ragged((1, {}), (150, {}), (700, {}), (150, {"head_dim": 16}), (81, {"chunk_size": 4}))
 def test_the_backward_pass_in_two_launches(tokens, options):
     """With a program for every group of chunks in the first: as exact as in one launch, and the same bits where both add up alike."""
     two = triton_bwd.TwoPasses(*(candidates(torch.float32, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs)))
@@ -53,9 +59,7 @@ def test_the_backward_pass_in_two_launches(tokens, options):
 TWO_PHASES = triton_phases.TwoPhases(*(find(torch.float16, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs)))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "options"), [(1, {}), (17, {}), (150, {"reverse": (True,)}), (700, {}), (150, {"head_dim": 16}), (81, {"head_dim": 32})]
-)
+@ragged((1, {}), (150, {"reverse": (True,)}), (700, {}), (150, {"head_dim": 16}), (81, {"head_dim": 32}))
 def test_the_forward_pass_in_two_phases(tokens, options):
     """As exact as in one; the backward pass starts from its kept states."""
     assert_passes(small(tokens, 2, **options), config=TWO_PHASES)
@@ -107,6 +111,7 @@ def test_one_direction_of_the_public_operator(r):
     assert max(map(check.relative_error, *results)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministic):
     """The launch as on a GPU, except for the tuner's clock; in torch's deterministic mode nothing is tried."""
@@ -129,7 +134,7 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
     assert len(benchmarked) == buckets * sum(len(module.configs(torch.float16, 16)) for module in kernels)
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(2, 21), (1, 21), (2, 1)])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 21), slow(2, 21), slow(2, 1)])
 def test_v_as_a_part_of_a_wider_projection(batch, tokens):
     """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous v."""
     given, dout = draw_arguments(Sizes(batch=batch, tokens=tokens, heads=3), torch.float16)
@@ -190,6 +195,7 @@ def test_memory_kept_for_the_backward_pass(directions):
     assert 0 < kept <= 1.25 * 4 * out.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "chunk_size", "message"),
     [
@@ -206,6 +212,7 @@ def test_sizes_that_the_kernels_do_not_take(head_dim, chunk_size, message):
     assert cases.bind(sizes)(*inputs, backend="auto").isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_same_bits():
     torch.compiler.reset()
@@ -218,6 +225,7 @@ def test_inductor_gives_the_same_bits():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 def test_ddp(tmp_path):
     """DistributedDataParallel hooks on gradients of the operator: with one process they are those of the plain layer."""
     *tokens, _ = inputs = [x.float().requires_grad_() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16))[:-1]]
@@ -241,6 +249,7 @@ def test_ddp(tmp_path):
     assert all(torch.equal(x.grad, g) for x, g in zip(layer.parameters(), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_layer_under_autocast():
     """fp16 tokens, fp32 parameters and states: the result and the gradients of the torch backend, as near as fp16 products are."""
     from repro.models.ttt_mixer import TTTMixer
@@ -257,6 +266,7 @@ def test_a_layer_under_autocast():
     assert max(map(check.relative_error, *results)) < 2e-2
 
 
+@pytest.mark.slow
 def test_a_model_runs_on_it():
     """Vittt-nano: a ragged tail (81 tokens), both directions, the mixer's own strides; against the torch backend."""
     from repro.models.registry import build_model

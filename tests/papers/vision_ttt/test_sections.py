@@ -5,7 +5,7 @@ import re
 import pytest
 
 from repro.papers.vision_ttt.readings import load_choices
-from repro.papers.vision_ttt.readings_page import build_page, find_trained
+from repro.papers.vision_ttt.readings_page import build_results, describe_choices, find_trained
 from repro.papers.vision_ttt.sections import flops_section, interpretability_section
 from repro.report.markdown import render_blocks, render_markdown
 from tests.report.conftest import theorems, visualized
@@ -146,13 +146,18 @@ def fits() -> dict:
 
 def test_the_page_of_readings_counts_what_fits(checkout):
     checkout.record("readings", fits())
-    text = render_markdown(build_page(checkout.report()), "../results/")
+    text = render_markdown(build_results(checkout.report()), "../results/")
     alternatives = sum(len(choice.alternatives) for choice in load_choices())
     assert "Our reading fits 11 of 12 printed counts of parameters" in text and "1 of them by truncation, and 2 of 8 multiply-adds" in text
     assert f"Of {alternatives} alternatives, {alternatives - 1} fit as many counts of parameters as ours, and 1 fewer" in text
     assert "fits more than 3 of 8 multiply-adds" in text and "by rounding alone in: `gate_bias=true,post_norm=none`." in text
-    assert len(re.findall(r"(?m)^## .*\?$", text)) == len(load_choices())
     assert "| `conv1d_count=1` |" in text and "9 of 12" in text and "Top-1 (%)" not in text
+
+
+def test_every_choice_is_explained_with_its_alternatives(checkout):
+    text = render_blocks(describe_choices(checkout.report()))
+    assert re.findall(r"(?m)^### (.*)$", text) == [choice.asks for choice in load_choices()]
+    assert all(f"`{each}`, " in text for choice in load_choices() for each in choice.alternatives)
 
 
 def train(checkout, name: str, reading: str, top1: tuple[float, ...], *, device: str = "cpu_some", **more) -> None:
@@ -170,7 +175,7 @@ def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
     train(checkout, "ours", "", (90.0, 91.0, 92.0), device="another")  # alone on its device
     report = checkout.report()
     assert set(find_trained(report)) == {"", "post_norm=none", "gate_bias=true"}
-    text = render_markdown(build_page(report), "../results/")
+    text = render_markdown(build_results(report), "../results/")
     assert "**1 of 2 alternatives differ significantly from ours:** `post_norm=none` (-10.0 points)." in text
     # means of 61, 51 and 61 %; at their mean two accuracies on 1000 images differ by 1.96 √(2 · 0.577 · 0.423 / 1000) by chance
     assert "The means lie within 10.0 points; chance alone makes 4.3 on 1000 images." in text
@@ -180,12 +185,12 @@ def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
 def test_readings_that_nothing_separates_say_so_and_one_seed_says_nothing(checkout):
     train(checkout, "ours", "", (60.0, 61.0, 62.0))
     train(checkout, "gate_bias_true", "gate_bias=true", (61.0, 60.0, 62.0))
-    text = render_markdown(build_page(checkout.report()), "../results/")
+    text = render_markdown(build_results(checkout.report()), "../results/")
     assert "**No alternative differs significantly from our reading.**" in text
     assert "within 0.0 points; chance alone makes 4.3 on 1000 images, so this task cannot tell them apart." in text
     train(checkout, "ours", "", (60.0,))
     train(checkout, "gate_bias_true", "gate_bias=true", (90.0,))
-    assert "Does the accuracy depend on the reading?" not in render_markdown(build_page(checkout.report()), "../results/")
+    assert "Does the accuracy depend on the reading?" not in render_markdown(build_results(checkout.report()), "../results/")
 
 
 def test_a_reading_of_another_recipe_is_not_compared(checkout):
