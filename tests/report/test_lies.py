@@ -107,16 +107,11 @@ def test_prose_outside_the_blocks_is_nobodys_output(reported, capsys):
     assert check(reported, capsys) == []
 
 
-def test_the_command_ends_with_one_line_and_exit_code_1(reported, capsys, monkeypatch):
-    from repro.cli import main
-
+def test_the_command_ends_with_one_line_and_exit_code_1(reported, repro_cli, monkeypatch):
     edit(reported, "results/claims.json", '"status": "differs, explained"', '"status": "matched"')
     monkeypatch.chdir(reported.paths.root)
-    monkeypatch.setattr("sys.argv", ["repro", "report", "--check"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    code, _, err = repro_cli("report", "--check")
+    assert code == 1 and err.count("\n") == 1
 
 
 def test_a_narrowed_statement_does_not_load(checkout, tmp_path):

@@ -1,7 +1,6 @@
 """A small checkout to run stages in: this project's code, small images, short runs."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,22 +58,3 @@ def checkout(prepared, tmp_path, monkeypatch) -> Path:
     shutil.copytree(prepared, root, symlinks=True)
     monkeypatch.chdir(root)
     return root
-
-
-@pytest.fixture
-def repro_cli(monkeypatch, capsys):
-    """Run the command line in this process: `repro_cli("pretrain", "--cell", "nano")` -> (exit code, stdout, stderr)."""
-    from repro.cli import main
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["repro", *args])
-        capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call

@@ -122,7 +122,6 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
-@pytest.mark.slow
 def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
     from repro.core.runtime import choose_device, device_slug

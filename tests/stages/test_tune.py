@@ -35,7 +35,6 @@ def test_the_rule_by_hand():
     assert choose(others[-1:], "top1_percent") is None
 
 
-@pytest.mark.slow
 def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
     code, out, err = repro_cli("tune", "--data", "digits", "--cell", "nano", "--trial", "2")
     assert code == 0 and "nano_lr1e+30_warmup0: diverged" in out, err

@@ -20,7 +20,6 @@ def start(command, **environment):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
 
 
-@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path):
     """2 × batch 32 against 1 × batch 64 in fp64: the averaged gradients of the first step and the losses of five steps."""
     program = str(Path(__file__).parent / "program.py")
