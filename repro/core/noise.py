@@ -1,7 +1,11 @@
 """Whether other work on the machine disturbed a row of speed: by its own samples, the load before it, and the rows beside it."""
 
-from collections.abc import Iterable, Mapping
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .statistics import describe_sample
 
 Row = Mapping[str, Any]
 # of the median; results/speed.md shows how wide the intervals of our rows are
@@ -10,6 +14,45 @@ TOLERANCE = 0.2
 LOAD_TOLERANCE = 0.5
 # rows that share these differ in their image size alone
 _ALIKE = ("model", "options", "attention", "batch_size", "dtype", "mode", "compile", "device", "backend", "run")
+
+
+# over fewer processes there is a range, and no interval
+FEWEST_PROCESSES = 5
+
+
+def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One row for all runs of a measurement, each of which had a process of its own, by the same code and the same PyTorch.
+
+    Its latency and its peak are the medians over its quiet runs, or over all if none is quiet; `processes` says how many these are, and
+    `samples_ms` has the latency of each. `latency_ms_ci95` is then of the mean over processes in logarithms, from `FEWEST_PROCESSES`
+    on. A row of one run is as it was measured. Where the code changed between runs, the rows of the first one count.
+    """
+    groups: dict[tuple, dict[tuple, list[Row]]] = {}
+    for row in rows:
+        what = *(str(row.get(key)) for key in _ALIKE if key != "run"), *row["image_size"]
+        groups.setdefault(what, {}).setdefault((row.get("code_hash"), row.get("torch_version")), []).append(row)
+    first = (min(by_code.values(), key=lambda runs: min(row.get("run", 1) for row in runs)) for by_code in groups.values())
+    return [_pool(sorted(runs, key=lambda row: row.get("run", 1))) for runs in first]
+
+
+def _pool(runs: Sequence[Row]) -> dict[str, Any]:
+    measured = [row for row in runs if row.get("status", "ok") == "ok" and row.get("latency_ms")]
+    measured = [row for row in measured if not find_noise(row)] or measured
+    if len(measured) < 2:
+        return {**(measured or runs)[0], "run": 1}
+    latencies = [row["latency_ms"] for row in measured]
+    latency, peaks = statistics.median(latencies), [row["peak_memory_mib"] for row in measured]
+    interval = describe_sample(list(map(math.log, latencies))).ci95 if len(measured) >= FEWEST_PROCESSES else None
+    return {
+        **measured[0],
+        "run": 1,
+        "processes": len(measured),
+        "latency_ms": latency,
+        "throughput_img_per_s": measured[0]["batch_size"] * 1e3 / latency,
+        "peak_memory_mib": None if None in peaks else statistics.median(peaks),
+        "samples_ms": latencies,
+        "latency_ms_ci95": [math.exp(end) for end in interval] if interval else None,
+    }
 
 
 def find_interval(row: Row) -> tuple[float, float] | None:

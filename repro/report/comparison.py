@@ -106,7 +106,7 @@ def cost_claims(report: Report) -> Section:
     header = ["where", "the paper says", "number", "measured on, or counted in", f"as in the paper: unfused {name}", f"fused {name}"]
     text = (
         f"The paper's {name} has unfused attention; people run the fused one today, so both are shown. A speed on another device than "
-        "the paper's says what holds on that device. In brackets is what the steps of one process for each row allow, which is narrower than what another process may give; a statement "
+        "the paper's says what holds on that device. In brackets is a range: the 95 % interval where a row was measured in five processes or more, else that of its processes, or of the steps of a single one, which is narrower than what another process may give; a statement "
         f"is `{OPEN}` where they allow both that it holds and that it does not."
     )
     return Section("The paper's efficiency claims, measured here", [prose(text), table(header, rows)])

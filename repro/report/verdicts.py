@@ -116,7 +116,7 @@ class Elsewhere:
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
             return (value if isinstance(value, str) else _format_bool(value)) + scope
-        interval = f" (steps allow {ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
+        interval = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
 
     def __str__(self) -> str:
