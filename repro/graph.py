@@ -14,7 +14,7 @@ from .core.config import load_section, load_yaml
 from .core.errors import RunError, UserError
 from .core.hashing import hash_code, hash_sources, import_closure
 from .core.paths import Paths
-from .core.record import read_json, write_json
+from .core.record import DETAILS_FILE, read_record, write_json
 
 # why a record is old
 OTHER_CODE = "made by other code than is here"
@@ -129,7 +129,7 @@ def find_old_records(paths: Paths) -> dict[str, list[str]]:
     trained: dict[str, set[str]] = {}  # record by other code -> the weights of its seeds
     present: set[str] = set()  # the weights of seeds that the code here trained
     for file in sorted(paths.results.rglob("*.json")):
-        content = {} if file.parent.name == "seeds" else read_json(file)
+        content = {} if file.parent.name == "seeds" or file.name == DETAILS_FILE else read_record(file)
         identity = content.get("identity") if isinstance(content, dict) else None
         if not isinstance(identity, dict) or "code_hash" not in identity:  # no record, or that of the machine itself
             continue

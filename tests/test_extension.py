@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from repro.core.record import read_record
+
 ROOT = Path(__file__).parents[1]
 
 STAGE = '''
@@ -44,7 +46,7 @@ def command(cell: CellOption = None) -> None:
     for name in [cell] if cell else section_keys(paths.params, "toy"):
         started, params = time.monotonic(), load_section(ToyParams, paths.params, "toy", name)
         identity = make_identity(paths.root, ["stages.toy"], params, device="cpu", dtype="none", backend="none")
-        write_record(paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started)
+        write_record(paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started, scores=["counted"])
 '''
 STAGE_IN_THE_GRAPH = """
   toy:
@@ -53,6 +55,8 @@ STAGE_IN_THE_GRAPH = """
       cmd: repro toy --cell ${key}
       deps: ["results/code/toy/${key}.json"]
       params: ["toy.${key}"]
+      outs:
+        - results/toy/${key}/details.json: {cache: false}
       metrics:
         - results/toy/${key}/metrics.json: {cache: false}
 """
@@ -201,7 +205,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def metrics(root: Path, stage: str, cell: str) -> dict:
-    return json.loads((root / "results" / stage / cell / "metrics.json").read_text())["metrics"]
+    return read_record(root / "results" / stage / cell / "metrics.json")["metrics"]
 
 
 def test_a_stage_is_its_module_and_its_entry_in_the_graph(house):

@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import RunError
 from ..core.paths import Paths
-from ..core.record import make_identity, read_json, write_json, write_record
+from ..core.record import make_identity, read_json, read_record, write_json, write_record
 from ..core.runtime import device_label, device_slug
 from ..measure.flops import cost
 from ..models.registry import family_module
@@ -97,7 +97,7 @@ def _train(root: Path, source: Path, params: TrainingParams, device: str) -> tup
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     speeds = [read_json(file)["metrics"] for file in (root / "results" / "measured").glob(f"*/pretrain/{CELL}.json")]
     speed = speeds[0] if speeds else {"peak_memory_mib": None, "peak_memory_mib_reason": "PyTorch keeps no peak of memory on a CPU"}
-    return lines, speed, read_json(root / "results" / "pretrain" / CELL / "metrics.json")["metrics"]
+    return lines, speed, read_record(root / "results" / "pretrain" / CELL / "metrics.json")["metrics"]
 
 
 def _make_params(params: TrainingParams, device: str) -> dict[str, Any]:

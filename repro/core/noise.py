@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .statistics import describe_sample
-
 Row = Mapping[str, Any]
 # of the median; results/speed.md shows how wide the intervals of our rows are
 TOLERANCE = 0.2
@@ -16,16 +14,16 @@ LOAD_TOLERANCE = 0.5
 _ALIKE = ("model", "options", "attention", "batch_size", "dtype", "mode", "compile", "device", "backend", "run")
 
 
-# over fewer processes there is a range, and no interval
-FEWEST_PROCESSES = 5
+# Student's t for a 95 % interval, by the number of processes; over fewer there is a range, and no interval. SciPy is not everywhere.
+STUDENT = {5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 
 
 def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row for all runs of a measurement, each of which had a process of its own, by the same code and the same PyTorch.
 
     Its latency and its peak are the medians over its quiet runs, or over all if none is quiet; `processes` says how many these are, and
-    `samples_ms` has the latency of each. `latency_ms_ci95` is then of the mean over processes in logarithms, from `FEWEST_PROCESSES`
-    on. A row of one run is as it was measured. Where the code changed between runs, the rows of the first one count.
+    `samples_ms` has the latency of each. `latency_ms_ci95` is then of the mean over processes in logarithms, where they are as many as
+    in `STUDENT`. A row of one run is as it was measured. Where the code changed between runs, the rows of the first one count.
     """
     groups: dict[tuple, dict[tuple, list[Row]]] = {}
     for row in rows:
@@ -42,7 +40,9 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
         return {**(measured or runs)[0], "run": 1}
     latencies = [row["latency_ms"] for row in measured]
     latency, peaks = statistics.median(latencies), [row["peak_memory_mib"] for row in measured]
-    interval = describe_sample(list(map(math.log, latencies))).ci95 if len(measured) >= FEWEST_PROCESSES else None
+    logs = list(map(math.log, latencies))
+    half = STUDENT.get(len(logs), math.nan) * statistics.stdev(logs) / math.sqrt(len(logs))
+    interval = [math.exp(statistics.fmean(logs) + side * half) for side in (-1, 1)]
     return {
         **measured[0],
         "run": 1,
@@ -51,7 +51,7 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
         "throughput_img_per_s": measured[0]["batch_size"] * 1e3 / latency,
         "peak_memory_mib": None if None in peaks else statistics.median(peaks),
         "samples_ms": latencies,
-        "latency_ms_ci95": [math.exp(end) for end in interval] if interval else None,
+        "latency_ms_ci95": interval if len(logs) in STUDENT else None,
     }
 
 

@@ -1,7 +1,8 @@
-"""Results on disk: atomic files, `metrics.json` with its identity, `run.json` beside it, and the code's own hash.
+"""Results on disk: atomic files, records with their identity, `run.json` beside them, and the code's own hash.
 
-`metrics.json` holds everything that explains a number and nothing that changes from run to run; date, seconds and host
-go to `run.json`, which no stage depends on.
+A record holds everything that explains a number and nothing that changes from run to run; date, seconds and host go to `run.json`, which
+no stage depends on. It is `metrics.json`; where it has scores, that file has these alone, so that `dvc metrics show` and `diff` print
+what a person compares, and `details.json` beside it has the rest. `read_record` joins them.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .errors import UserError
 from .hashing import hash_code, hash_file
 from .runtime import describe_place
 
+DETAILS_FILE = "details.json"
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llvmlite")
 
 
@@ -76,17 +78,46 @@ def replace_block(path: Path, name: str, text: str) -> None:
     write_text(path, f"{before}{begin}{text}\n{end}{after}")
 
 
-def write_record(folder: Path, metrics: dict, identity: dict, seconds: float, *, name: str = "metrics") -> None:
+def write_record(
+    folder: Path, metrics: dict, identity: dict, seconds: float, *, name: str = "metrics", scores: Collection[str] = ()
+) -> None:
     """Write `metrics.json` (= {metrics, identity}) and `run.json` (date, seconds, host) into a cell's folder.
 
     Metrics have their unit in the key; a None must be explained by a sibling key `<name>_reason`. For the identity, see
-    `make_identity`. Where several records share a folder, they have a `name`: `<name>.json` and `<name>.run.json`.
+    `make_identity`. With `scores`, the keys that a person compares, everything else goes to `details.json`. Where several records share
+    a folder, they have a `name`: `<name>.json` and `<name>.run.json`.
     """
     _require_reasons(metrics, str(folder))
-    write_json(folder / f"{name}.json", {"metrics": metrics, "identity": identity})
+    record = {"metrics": metrics, "identity": identity}
+    if scores:
+        compared, rest = split_record(record, scores)
+        (folder / f"{name}.json").unlink(missing_ok=True)  # a stop between the two files must not mix two runs
+        write_json(folder / DETAILS_FILE, rest)
+        write_json(folder / f"{name}.json", compared)
+    else:
+        write_json(folder / f"{name}.json", record)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if name == "metrics" else f"{name}.run.json"
     write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+
+
+def split_record(record: Mapping[str, Any], scores: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What metrics.json has of a record with these scores, {score: value}, and what details.json has."""
+    compared = {name: value for name, value in record["metrics"].items() if name in scores}
+    rest = {name: value for name, value in record["metrics"].items() if name not in scores}
+    return compared, {**record, "metrics": rest}
+
+
+def read_record(path: Path) -> Any:
+    """A record, in one file or in `metrics.json` and the details beside it; a missing or damaged file is a `UserError` naming it."""
+    content, details = read_json(path), path.with_name(DETAILS_FILE)
+    if path.name != "metrics.json" or not details.is_file():
+        return content
+    rest = read_json(details)
+    for file, half in ((path, content), (details, rest.get("metrics") if isinstance(rest, Mapping) else None)):
+        if not isinstance(half, Mapping):
+            raise UserError(f"{file}: not what a run wrote; remove the file and run its stage again")
+    return {**rest, "metrics": {**rest["metrics"], **content}}
 
 
 def make_identity(

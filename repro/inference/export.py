@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels.decompositions import DECOMPOSITIONS
 
 from ..core.errors import RunError, UserError
-from ..core.record import atomic, read_json, write_json
+from ..core.record import atomic, read_record, write_json
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.weights import METADATA_KEY, read_metadata, save_weights
 
@@ -83,7 +83,7 @@ def _build(checkpoint: Checkpoint, size: int) -> nn.Module:
 def _find_origin(checkpoint: Checkpoint) -> dict[str, Any]:
     """The hash of the weights; and the commit and the hash of the params that made them, if their record lies beside them."""
     path = checkpoint.path.with_name("metrics.json")
-    record = read_json(path) if path.is_file() else {"metrics": {}}
+    record = read_record(path) if path.is_file() else {"metrics": {}}
     if record["metrics"].get("weights_hash") != checkpoint.hash:
         origin = {"commit": None, "params_hash": None, "reason": "no record of these weights lay beside them"}
     else:

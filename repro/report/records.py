@@ -8,7 +8,7 @@ from typing import Any
 from ..core.config import load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import read_json
+from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import clip_share
 
 
@@ -66,21 +66,22 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
             files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
             files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
     for file in sorted(root.glob("measured/**/*.json")):
-        if not file.name.endswith(("run.json", "recipe.json")) and file.parent.name != "seeds":
+        if not file.name.endswith(("run.json", "recipe.json", DETAILS_FILE)) and file.parent.name != "seeds":
             files.append((file, None, None))
     return [_read(paths, *each) for each in files]
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics file that the stages of dvc.yaml write at these parameters and that is not there."""
+    """(record, command) of each metrics.json that the stages of dvc.yaml write at these parameters and that is not there."""
     # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
         cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]
         template = stage.get("do", stage)
         for cell in cells:
-            for record in (name.replace("${key}", cell) for metrics in template.get("metrics", []) for name in metrics):
-                if not (paths.root / record).is_file():
+            listed = [*template.get("metrics", []), *template.get("outs", [])]
+            for record in (name.replace("${key}", cell) for entry in listed for name in ([entry] if isinstance(entry, str) else entry)):
+                if record.endswith("/metrics.json") and not (paths.root / record).is_file():
                     missing.append((record, template["cmd"].replace("${key}", cell)))
     return missing
 
@@ -124,7 +125,7 @@ class _Named(dict):
 
 def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:
     path = file.relative_to(paths.root).as_posix()
-    content = read_json(file)
+    content = read_record(file)
     halves = [content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")]
     if not all(isinstance(half, Mapping) for half in halves):
         raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")

@@ -18,7 +18,7 @@ from ..core.errors import RunError, UserError
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
-from ..core.record import make_identity, read_json, write_json, write_record
+from ..core.record import make_identity, read_record, write_json, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
@@ -112,7 +112,7 @@ def train_cell(cell: Cell) -> None:
     """Train a cell with each of its seeds, and write its results.
 
     The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the first seed;
-    curve.csv and seeds/<n>.json of every seed; recipe.json; and metrics.json with the means over the seeds. What a seed leaves stays
+    curve.csv and seeds/<n>.json of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves stays
     in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has, by the same
     parameters, data and code, are not trained again.
 
@@ -144,7 +144,7 @@ def train_cell(cell: Cell) -> None:
     seconds = time.monotonic() - started
     for seed, outcome in outcomes.items():
         write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
-    write_record(cell.folder, metrics, identity, seconds)
+    write_record(cell.folder, metrics, identity, seconds, scores=cell.spec.scores)
     if job.task.device.type == "cuda":
         record_speed(cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds)
     for outcome in outcomes.values():
@@ -173,7 +173,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     file = cell.folder / "metrics.json"
     if not file.is_file() or cell.folder == cell.paths.cell(cell.stage, cell.name):
         return {}  # a cell of the graph is trained again, as DVC does
-    record = read_json(file)
+    record = read_record(file)
     finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
     params = dataclasses.replace(cell.params, seeds=tuple(finished))
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..core.errors import RunError
 from ..core.noise import find_noise
-from ..core.record import make_identity, read_json, write_record
+from ..core.record import make_identity, read_record, write_record
 from ..core.runtime import choose_device, device_label
 from ..core.ui import print_table
 from ..measure.speed import RowSpec, measure
@@ -116,7 +116,7 @@ def _has_throughput(cell: Cell) -> bool:
 
 
 def _hash_weights(cell: Cell, record: str) -> str:
-    return read_json(cell.folder / record)["metrics"]["weights_hash"]
+    return read_record(cell.folder / record)["metrics"]["weights_hash"]
 
 
 def _measure(name: str, variant: Variant) -> None:

@@ -12,7 +12,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file, hash_files
 from ..core.paths import Paths
 from ..core.ranks import Ranks
-from ..core.record import read_json, write_json, write_text
+from ..core.record import read_json, read_record, write_json, write_text
 from ..core.runtime import Runtime, choose_device, seed_everything
 from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
@@ -251,7 +251,7 @@ def verify_init(cell: Cell) -> None:
     if not path.stat().st_size:
         raise UserError(f"{where}.weights: {path}: is empty; get it again")
     found, record = hash_file(path, digits=64), path.parent / "metrics.json"
-    stated = init.sha256 or (read_json(record)["metrics"].get("weights_hash") if record.is_file() else None)
+    stated = init.sha256 or (read_record(record)["metrics"].get("weights_hash") if record.is_file() else None)
     if stated is None:
         raise UserError(f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}")
     if not found.startswith(stated.lower()):

@@ -11,7 +11,7 @@ import pytest
 
 from repro.core.errors import UserError
 from repro.core.hashing import hash_code, hash_files, import_closure
-from repro.core.record import atomic, find_command, make_identity, read_json, write_json, write_record, write_text
+from repro.core.record import atomic, find_command, make_identity, read_json, read_record, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
 
 
@@ -75,6 +75,24 @@ def test_record_keeps_what_changes_from_run_to_run_apart(tmp_path):
         assert read_json(tmp_path / "run.json")["seconds"] == seconds
     assert contents[0] == contents[1]
     assert json.loads(contents[0]) == {"metrics": metrics, "identity": {"params": "abc"}}
+
+
+def test_scores_lie_apart_from_everything_else_and_are_read_with_it(tmp_path):
+    metrics = {"top1_percent": 90.5, "by_seed": [{"seed": 0}], "steps": 3, "top1_std_percent": None, "top1_std_percent_reason": "one seed"}
+    identity = {"params": "abc"}
+    for folder, scores in (("split", ("top1_percent", "not_measured")), ("whole", ())):
+        write_record(tmp_path / folder, metrics, identity, 1.0, scores=scores)
+        assert read_record(tmp_path / folder / "metrics.json") == {"metrics": metrics, "identity": identity}
+    assert read_json(tmp_path / "split" / "metrics.json") == {"top1_percent": 90.5}
+    assert read_json(tmp_path / "whole" / "metrics.json") == {"metrics": metrics, "identity": identity}
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "details.json"])
+def test_half_a_record_that_is_damaged_is_named(tmp_path, name):
+    write_record(tmp_path, {"top1_percent": 90.5}, {}, 1.0, scores=["top1_percent"])
+    write_json(tmp_path / name, [])
+    with pytest.raises(UserError, match=rf"/{name}: not what a run wrote"):
+        read_record(tmp_path / "metrics.json")
 
 
 FILES = {

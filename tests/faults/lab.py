@@ -19,6 +19,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from repro.core.hashing import FIRST_PARTY
+from repro.core.record import read_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +99,7 @@ class Checkout:
     @property
     def device(self) -> str:
         """The device that the record names."""
-        return json.loads((self.results / "metrics.json").read_text())["identity"]["device"]
+        return read_record(self.results / "metrics.json")["identity"]["device"]
 
     @property
     def states(self) -> list[Path]:

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from repro.core.record import read_record
 from tests.gpu.conftest import PRECISIONS, SIDE
 
 
@@ -16,7 +18,7 @@ def train(cell):
     from stages.pretrain import command
 
     command(cell=cell)
-    return json.loads(open(f"results/pretrain/{cell}/metrics.json").read())
+    return read_record(Path(f"results/pretrain/{cell}/metrics.json"))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -62,7 +64,7 @@ def test_a_training_under_torchrun(checkout, device, gpus):
     command = [sys.executable, "-m", "repro", "pretrain", "--cell", cell, "--gpus", str(gpus)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics = json.loads((checkout / f"results/pretrain/{cell}/metrics.json").read_text())["metrics"]
+    metrics = read_record(checkout / f"results/pretrain/{cell}/metrics.json")["metrics"]
     assert metrics["by_seed"][0]["train_loss"] < 3.0
     if device.type == "cuda":
         (speed,) = checkout.glob(f"results/measured/*/pretrain/{cell}.json")

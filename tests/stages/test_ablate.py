@@ -18,6 +18,7 @@ import pytest
 
 from repro.core.config import load_section
 from repro.core.paths import Paths
+from repro.core.record import read_record
 from repro.core.runtime import load_runtime
 from repro.measure.flops import cost
 from repro.papers.grid import build_variant, load_grid, vary_recipe
@@ -56,7 +57,7 @@ def ready(checkout) -> Path:
 
 
 def record(folder: Path) -> dict:
-    return json.loads((folder / "metrics.json").read_text())
+    return read_record(folder / "metrics.json")
 
 
 def test_the_grid_is_17_models_of_20_entries():

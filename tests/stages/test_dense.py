@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from repro.core.record import read_record
 from tests.slow import first
 
 NANO = "vittt_nano_patch16_144"
@@ -89,7 +90,7 @@ def trained(dense, tmp_path_factory):
 def test_what_a_run_leaves(trained, stage, steps, score):
     trained = trained(stage)
     folder = trained / "results" / stage / "nano"
-    record = json.loads((folder / "metrics.json").read_text())
+    record = read_record(folder / "metrics.json")
     metrics = record["metrics"]
     assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["init"]["weights"]) == ("scenes", 2, steps, WEIGHTS)
     assert (metrics["split"], metrics["held_out_images"]) == ("test", 4)
@@ -144,7 +145,7 @@ def test_random_weights_stand_elsewhere(checkout, repro_cli):
     code, out, err = repro_cli("segment", "--random", "--epochs", "1")
     assert code == 0, err
     (record,) = Path("results/measured").glob("*/segment/nano_random_1epochs/metrics.json")
-    assert json.loads(record.read_text())["metrics"]["init"] is None and not Path("results/segment").exists()
+    assert read_record(record)["metrics"]["init"] is None and not Path("results/segment").exists()
     assert "expected: new" in out and "used" not in out
 
 

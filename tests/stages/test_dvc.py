@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
 from repro.core.paths import Paths
+from repro.core.record import read_json, read_record
 from repro.graph import find_sources, list_units, load_params, write_code_hashes
 from stages import load_stages
 
@@ -54,6 +55,20 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
         assert sections == ([f"{stage}.${{key}}" if per_cell else stage] if TABLE[stage].params else [])
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
+
+
+def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
+    """`dvc metrics show` prints everything that a metrics file holds."""
+    with_metrics = {
+        stage: [name for entry in definition(stage)["metrics"] for name in entry] for stage in GRAPH if "metrics" in definition(stage)
+    }
+    assert set(with_metrics) == {name for name in GRAPH if TABLE[name].scores}
+    for stage, files in with_metrics.items():
+        assert [name.replace("metrics.json", "details.json") for name in files] == [n for n in outs_of(stage) if n.endswith("details.json")]
+        for cell in load_yaml(ROOT / "params.yaml")[stage]:
+            if (file := ROOT / files[0].replace("${key}", cell)).is_file():
+                assert set(read_json(file)) <= set(TABLE[stage].scores)
+                assert read_record(file)["identity"]["params_hash"]
 
 
 def test_no_stage_depends_on_raw_data_or_on_runtime():

@@ -4,7 +4,6 @@ import argparse
 import csv
 import dataclasses
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the family
+from repro.core.record import read_record
 from repro.models.published import find_published, is_only_imagenet_1k
 from repro.models.weights import save_weights
 from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
@@ -46,7 +46,7 @@ def random_weights(path, name, options, classes):
 
 
 def records():
-    return {path.parent.name: json.loads(path.read_text()) for path in Path("results/measured").rglob("metrics.json")}
+    return {path.parent.name: read_record(path) for path in Path("results/measured").rglob("metrics.json")}
 
 
 def only(values):

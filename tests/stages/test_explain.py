@@ -1,6 +1,5 @@
 """`repro explain` and `repro visualize` as a user runs them: figures, numbers, and every wrong input as one line."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from repro.core.record import read_record
 from repro.data.settings import TransformSettings
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
@@ -102,7 +102,7 @@ def test_attention_of_a_data_set_is_recorded(students, repro_cli):
     code, out, err = repro_cli("explain", "--map", "attention", "--weights", student, "--teacher", softmax, "--data", "digits")
     assert (code, err) == (0, "") and is_figure(Path("explained.png"))
     (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
-    metrics = json.loads(file.read_text())["metrics"]
+    metrics = read_record(file)["metrics"]
     assert metrics["options"] == {"neighbours": 3} and metrics["data"] == "digits" and metrics["tokens"] == 25
     assert set(metrics["by_layer"]) == {"teacher", "before", "after", "even"}
     assert all(len(values) == 2 for own in metrics["by_layer"].values() for values in own.values())
@@ -192,7 +192,7 @@ def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
     code, out, err = repro_cli("explain", "--probe", "steps=2", "--weights", str(file))
     assert (code, err) == (0, "") and "359 test images" in out and "inner loss before and after its steps, with steps=2" in out
     (record,) = Path("results/measured").glob(f"*/probes/{name}_digits_*/steps2.json")
-    metrics = json.loads(record.read_text())["metrics"]
+    metrics = read_record(record)["metrics"]
     assert (metrics["model"], metrics["data"], metrics["split"], metrics["probe"], metrics["options"]) == (
         name,
         "digits",
@@ -211,7 +211,7 @@ def test_what_visualize_leaves(weights, repro_cli):
     folder = Path("results/visualize")
     names = ("fig3_gradient_magnitude", "fig8_receptive_field", "fig8_radial_profile", "fig11_reconstruction")
     assert all(is_figure(folder / f"{name}.png") for name in names)
-    record = json.loads((folder / "metrics.json").read_text())
+    record = read_record(folder / "metrics.json")
     about = {"cell": "nano", "model": "vittt_nano_patch16_144", "data": "digits", "kind": "digits", "image_size": 64, "held_out_images": 12}
     assert about.items() <= record["metrics"].items()
     metrics, missing = record["metrics"], record["metrics"]["receptive_fields"]["conv1d"]

@@ -16,6 +16,7 @@ from PIL import Image
 
 from repro.core.config import load_section
 from repro.core.hashing import hash_code, hash_file
+from repro.core.record import read_record
 from repro.models.dit import Denoiser
 from repro.models.registry import build_denoiser, build_model
 from repro.models.weights import save_weights
@@ -87,7 +88,7 @@ def drawing(trained, tmp_path, monkeypatch) -> Path:
 
 def test_what_a_run_leaves(trained):
     folder = results(trained)
-    record = json.loads((folder / "metrics.json").read_text())
+    record = read_record(folder / "metrics.json")
     metrics, identity = record["metrics"], record["identity"]
     assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["image_size"]) == ("digits", 2, 8, 16)
     assert (metrics["split"], metrics["held_out_images"]) == ("test", 359)
@@ -148,7 +149,7 @@ def test_a_dit5_begins_as_a_dit(ready, repro_cli):
     (folder,) = Path("results/measured").glob("*/generate/nano_inherited")
     fates = [line.split() for line in (folder / "load_report.txt").read_text().splitlines()]
     assert {fate[-1] for fate in fates if fate[0] == "used"} == set(teacher.state_dict())
-    assert json.loads((folder / "metrics.json").read_text())["metrics"]["init"]["weights_hash"] == hash_file(Path("dit.safetensors"))
+    assert read_record(folder / "metrics.json")["metrics"]["init"]["weights_hash"] == hash_file(Path("dit.safetensors"))
     shutil.rmtree(folder)
     for source, why in (("nothing.pt", "generate: --from nothing.pt: no such file"), ("judge.safetensors", "holds weights of vit3_nano")):
         code, _, err = repro_cli("generate", "--cell", "nano", "--from", source)
@@ -200,9 +201,9 @@ def test_scores_are_recorded(drawing, repro_cli):
     code, out, err = draw(repro_cli, "-o", "scored", "--samples", "20", "--data", "digits", *scored)
     assert code == 0 and "20 pictures in scored; the judge takes " in out and " % of the 359 real ones; FID " in out, err
     (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*/metrics.json")
-    metrics = json.loads(file.read_text())["metrics"]
+    metrics = read_record(file)["metrics"]
     assert metrics["fid"] > 0 and metrics["sfid"] is None and metrics["real_images"] == 359 and metrics["samples"] == 20
-    record = json.loads((results(drawing) / "metrics.json").read_text())["metrics"]
+    record = read_record(results(drawing) / "metrics.json")["metrics"]
     assert metrics["real_judged_percent"] == record["real_judged_percent"]
     code, _, err = draw(repro_cli, "-o", "scored", "--samples", "2", "--data", "digits", *scored[:-2])
     assert (code, err.count("\n")) == (2, 1) and "inception.pt: has SHA-256" in err
@@ -280,7 +281,7 @@ def test_the_weights_are_those_that_were_scored(drawing):
     how = {"transform": drawer.transform, "sampling": drawer.sampling, "num_classes": 10, "label_dropout": 0.0, "seed": 0}
     task = Generation(drawer.model, [], {"test": loader}, batch_size=64, device=cpu, **how)
     found = task.evaluate(drawer.model, "test")
-    record = json.loads((results(drawing) / "metrics.json").read_text())["metrics"]
+    record = read_record(results(drawing) / "metrics.json")["metrics"]
     assert found["held_out_mse"] == pytest.approx(record["held_out_mse"], rel=1e-5)
 
 

@@ -1,6 +1,5 @@
 """`repro linearize` as a lab runs it: cells, files of timm, frozen and fine-tuned, stopped and continued, and wrong inputs as one line."""
 
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from repro.core.hashing import hash_file
+from repro.core.record import read_record
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from repro.tasks.classification.task import Classification
@@ -54,7 +54,7 @@ def write_cell(**changes) -> None:
 
 
 def read_metrics(folder: Path) -> dict:
-    return json.loads((folder / "metrics.json").read_text())["metrics"]
+    return read_record(folder / "metrics.json")["metrics"]
 
 
 def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_cli):

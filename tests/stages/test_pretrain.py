@@ -1,7 +1,6 @@
 """`repro pretrain` and `repro evaluate` as a user runs them: results, and every wrong input as one line; tests/faults interrupts them."""
 
 import csv
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from repro.core.hashing import hash_code
+from repro.core.record import read_record
 from repro.data.manifest import read_manifest, write_manifest
 from repro.data.prepare import scan_manifest
 
@@ -30,7 +30,7 @@ def trained(prepared, tmp_path_factory) -> Path:
 
 
 def test_what_a_run_leaves(trained):
-    record = json.loads((trained / CELL / "metrics.json").read_text())
+    record = read_record(trained / CELL / "metrics.json")
     metrics, identity = record["metrics"], record["identity"]
     assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["held_out_images"]) == ("digits", 2, 2 * (1079 // 128), 359)
     assert metrics["split"] == "test"
@@ -100,10 +100,10 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
 def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):
     monkeypatch.chdir(trained)
     code, out, _ = repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits")
-    top1 = json.loads((CELL / "metrics.json").read_text())["metrics"]["top1_percent"]
+    top1 = read_record(CELL / "metrics.json")["metrics"]["top1_percent"]
     assert code == 0 and f"top-1 {top1:.2f} %" in out
     (written,) = Path("results/measured").rglob("metrics.json")
-    assert json.loads(written.read_text())["metrics"]["top1_percent"] == top1
+    assert read_record(written)["metrics"]["top1_percent"] == top1
     assert repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits", "--image-size", "48")[0] == 0
 
 
@@ -188,7 +188,7 @@ def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
     assert code == 2 and str(image) in err and "unreadable" in err.splitlines()[-1]
     edit("epochs: 2", "max_unreadable: 1\n    epochs: 2")
     assert repro_cli("pretrain", "--cell", "nano")[0] == 0
-    assert json.loads((CELL / "metrics.json").read_text())["metrics"]["unreadable_images"] == 1
+    assert read_record(CELL / "metrics.json")["metrics"]["unreadable_images"] == 1
 
 
 WRONG_WEIGHTS = [
@@ -233,7 +233,7 @@ def test_seeds_by_hand_stand_elsewhere_and_are_not_trained_twice(checkout, repro
     code, _, err = repro_cli("pretrain", "--cell", "nano", "--seeds", "2")
     assert code == 0, err
     (file,) = Path("results/measured").glob("*/pretrain/nano_2seeds/metrics.json")
-    metrics = json.loads(file.read_text())["metrics"]
+    metrics = read_record(file)["metrics"]
     assert metrics["seeds"] == [0, 1] and [run["seed"] for run in metrics["by_seed"]] == [0, 1] and not CELL.exists()
     assert metrics["top1_percent"] == pytest.approx(sum(run["top1_percent"] for run in metrics["by_seed"]) / 2)
     before = file.stat().st_mtime_ns
