@@ -16,9 +16,8 @@ class Verbs(TyperGroup):
     """The verbs by their names; a verb's module is imported when it is called or listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All verbs, by purpose."""
-        table, order = stages.load_stages(), list(stages.PURPOSES)
-        return [stages.verb_of(name) for name in sorted(table, key=lambda name: (order.index(table[name].purpose), name))]
+        """All verbs, in the order of use."""
+        return [stages.verb_of(name) for names in stages.list_verbs(stages.load_stages()).values() for name in names]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb's own command, or its group of commands."""
@@ -39,7 +38,9 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     name="repro",
     cls=Verbs,
-    help="Vision-TTT, reproduced: one pipeline measures what the paper reports and sets our numbers beside the paper's.",
+    help="Test-time training in vision, reproduced: one pipeline measures what four papers report.\n\n"
+    "First `repro doctor` says what this machine lacks, `repro plan` what would run and for how long, and `repro run` runs it. "
+    "Then open results/tables.md.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -8,18 +8,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .core.config import load_section, load_yaml
 from .core.errors import RunError, UserError
-from .core.hashing import hash_code, hash_sources, import_closure
+from .core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_old
+from .core.hashing import hash_sources, import_closure
 from .core.paths import Paths
 from .core.record import DETAILS_FILE, read_record, write_json
 
-# why a record is old
-OTHER_CODE = "made by other code than is here"
-REPEATED = "made by other code, of which the code here has trained a seed again to the same weights, bit by bit"
-OLDER_VERSION = "made by an older version, which does not name its code"
+
+class OldRecord(NamedTuple):
+    """A record that the code here would not give: its file, relative to the checkout, and the command that made it, where it names one."""
+
+    path: str
+    command: str | None
 
 
 def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any) -> list[str]:
@@ -114,44 +117,23 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
     return rows
 
 
-def find_old_records(paths: Paths) -> dict[str, list[str]]:
+def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
     """Why records are old -> those records under results/, the ones that were measured by hand among them, in the order of their paths.
 
-    A record is old where the modules that it names have another code now, or where it names none. If a record that is not old has a
-    training with the same weights, then the change of code did not change that training, and the old record is `REPEATED`. What a
-    seed left in the folder of its cell goes with the cell.
+    See `repro.core.freshness.find_old`. What a seed left in the folder of its cell goes with the cell.
 
     Raises:
         UserError: a damaged record.
     """
-    old: dict[str, list[str]] = {OTHER_CODE: [], REPEATED: [], OLDER_VERSION: []}
-    code: dict[tuple[str, ...], str] = {}  # modules -> the hash of their code now
-    trained: dict[str, set[str]] = {}  # record by other code -> the weights of its seeds
-    present: set[str] = set()  # the weights of seeds that the code here trained
+    records = {}
     for file in sorted(paths.results.rglob("*.json")):
         content = {} if file.parent.name == "seeds" or file.name == DETAILS_FILE else read_record(file)
-        identity = content.get("identity") if isinstance(content, dict) else None
-        if not isinstance(identity, dict) or "code_hash" not in identity:  # no record, or that of the machine itself
-            continue
-        modules = tuple(identity.get("code_modules") or ())
-        if modules and modules not in code:
-            code[modules] = hash_code(paths.root, modules)
-        name, weights = file.relative_to(paths.root).as_posix(), _list_weights(content.get("metrics"))
-        if not modules:
-            old[OLDER_VERSION].append(name)
-        elif identity["code_hash"] == code[modules]:
-            present |= weights
-        else:
-            trained[name] = weights
-    for name, weights in trained.items():
-        old[REPEATED if weights & present else OTHER_CODE].append(name)
-    return {why: records for why, records in old.items() if records}
-
-
-def _list_weights(metrics: Any) -> set[str]:
-    """The hashes of the weights of each seed of a training's record; empty for another record."""
-    runs = metrics.get("by_seed") if isinstance(metrics, dict) else None
-    return {str(run["weights_hash"]) for run in runs or () if isinstance(run, dict) and run.get("weights_hash")}
+        if isinstance(content, dict) and isinstance(content.get("identity"), dict):
+            records[file.relative_to(paths.root).as_posix()] = {"metrics": None, **content}
+    found: dict[str, list[OldRecord]] = {why: [] for why in (OTHER_CODE, REPEATED, OLDER_VERSION)}
+    for name, why in find_old(paths.root, records).items():
+        found[why].append(OldRecord(name, records[name]["identity"].get("command")))
+    return {why: listed for why, listed in found.items() if listed}
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:

@@ -8,6 +8,7 @@ Stage modules import nothing heavy, so that `repro --help` answers at once and `
 import dataclasses
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,8 +21,14 @@ SeedsOption = Annotated[
     int | None, typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured.")
 ]
 
-# the headings under which the verbs are listed, in this order
-PURPOSES = {"graph": "Stages of the pipeline", "use": "Use a trained model", "check": "Before and between runs", "prove": "Proof"}
+# the headings under which the verbs are listed, in the order of use
+PURPOSES = {
+    "check": "First: what is here, and what would run",
+    "run": "Run the pipeline, and watch it",
+    "graph": "One stage alone, in the pipeline's order",
+    "use": "Use a trained model",
+    "prove": "Measure kernels, and prove the code",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Stage:
         alone: whether other work on the machine would change its results, since they are times.
     """
 
-    purpose: Literal["graph", "use", "check", "prove"] = "graph"
+    purpose: Literal["check", "run", "graph", "use", "prove"] = "graph"
     params: type | None = None
     cells: bool = False
     task: Any = None
@@ -70,6 +77,14 @@ def load_module(name: str) -> Any:
 def load_stages() -> dict[str, Stage]:
     """The whole table: name -> row."""
     return {name: load_module(name).STAGE for name in stage_names()}
+
+
+def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
+    """Purpose -> the names of its stages: those of the pipeline as dvc.yaml has them, the others in alphabetical order."""
+    text = (Path(__file__).parents[1] / "dvc.yaml").read_text(encoding="utf-8")
+    order = {name: place for place, name in enumerate(re.findall(r"(?m)^  (\w+):$", text))}
+    names = {purpose: [name for name, stage in table.items() if stage.purpose == purpose] for purpose in PURPOSES}
+    return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}
 
 
 def list_families() -> list[str]:

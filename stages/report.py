@@ -1,8 +1,6 @@
 """`repro report`: the papers' numbers beside ours, and the status of each, from the records under results/."""
 
 import dataclasses
-import re
-import textwrap
 from functools import partial
 from typing import Annotated, Literal
 
@@ -13,7 +11,7 @@ from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
 
-from . import PURPOSES, Stage, load_module, load_stages, stage_names, verb_of
+from . import PURPOSES, Stage, list_families, list_verbs, load_stages, stage_names, verb_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,14 @@ class ReportParams:
 
 
 _FILES = ("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")  # it lists the verbs and their scores
-STAGE = Stage(params=ReportParams, modules=lambda params: find_rooms(), files=_FILES)
+
+
+def _list_modules(params: ReportParams) -> list[str]:
+    """What it shows, and all that a record can be of: the pages say whose code has changed since."""
+    return [*find_rooms(), *list_families(), *(f"stages.{name}" for name in stage_names())]
+
+
+STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES)
 
 
 def command(
@@ -71,23 +76,10 @@ def load_scores(paths: Paths) -> dict[str, dict[str, str]]:
     return dict(sorted(graph.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
-# the end of what a verb does, and the beginning of how: a semicolon, a colon, a comma in front of a clause, the final stop
-_CLAUSE = re.compile(r"[;:]|, (?=(?:and|before|each|for|on|over|with)\b)|[.]$")
-
-
 def describe_verbs() -> str:
-    """The verbs by purpose, as Markdown: the stages in a list, the others each with the first clause of its help. README.md has it."""
-    table, lines = load_stages(), ["```"]
-    for purpose, heading in PURPOSES.items():
-        names = [name for name, stage in table.items() if stage.purpose == purpose]
-        lines.append(heading)
-        if purpose == "graph":  # `dvc repro` and `repro plan` name them, and a user runs few of them alone
-            lines += textwrap.wrap(", ".join(map(verb_of, names)), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-            continue
-        for name in names:
-            module, verb = load_module(name), verb_of(name)
-            if hasattr(module, "app"):
-                verb += " " + "|".join(command.callback.__name__ for command in module.app.registered_commands)
-            text = module.app.info.help if hasattr(module, "app") else module.command.__doc__
-            lines.append(f"  {verb:<29} {_CLAUSE.split(text.splitlines()[0])[0]}")
-    return "\n".join([*lines, "```"])
+    """The verbs by purpose in the order of use, as Markdown. README.md has it; `repro --help` says what each does."""
+    lines = [
+        f"| {PURPOSES[purpose]} | {', '.join(f'`{verb_of(name)}`' for name in names)} |"
+        for purpose, names in list_verbs(load_stages()).items()
+    ]
+    return "\n".join(["| purpose | `repro` ... |", "|---|---|", *lines])

@@ -6,7 +6,7 @@ import typer
 
 from . import Stage, load_stages
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="run")
 
 
 def command(

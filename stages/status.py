@@ -1,28 +1,47 @@
-"""`repro status`: what is fresh, stale, missing or interrupted, the next command, and which records the code here did not make."""
+"""`repro status`: what is fresh, stale, missing or interrupted, the next command, and which records older code made."""
 
 from collections.abc import Iterable
+from typing import Annotated
+
+import typer
 
 from . import Stage, load_stages
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="run")
 
 
-def command() -> None:
-    """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that other code made."""
+def command(
+    stale: Annotated[
+        bool, typer.Option("--stale", help="List the records that older code made, each with the command that renews it.")
+    ] = False,
+) -> None:
+    """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that older code made.
+
+    A record is fresh while the files that its numbers depend on are as they were, or while a training of the present code repeats it.
+    """
+    from repro.core.freshness import REPEATED
     from repro.core.paths import find_root
     from repro.core.ui import print_table
     from repro.graph import find_old_records, find_status
 
     paths = find_root()
+    old = find_old_records(paths)
+    if stale:
+        listed = [record for why, records in old.items() if why != REPEATED for record in records]
+        if listed:
+            print_table(["record", "command"], sorted((record.path, record.command or "none is named") for record in listed))
+        else:
+            print("no record is stale")
+        return
     rows = find_status(paths, load_stages())
     print_table(["stage", "status", "why"], rows)
     waiting = [name for name, status, _ in rows if status != "fresh"]
     stopped = [name for name, status, _ in rows if status == "interrupted"]
     command_line = f"dvc repro {stopped[0]}" if stopped else "dvc repro" if waiting else None
     print(f"next: {command_line}" if command_line else "nothing to do; results/tables.md is up to date")
-    for why, records in find_old_records(paths).items():
+    for why, records in old.items():
         print(f"\n{len(records)} record{'s' if len(records) > 1 else ''} {why}:")
-        print("\n".join(group_records(records)))
+        print("\n".join(group_records(record.path for record in records)))
 
 
 def group_records(records: Iterable[str]) -> list[str]:

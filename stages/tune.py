@@ -8,7 +8,7 @@ from repro.tasks.classification.spec import SPEC
 
 from . import Stage
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="run")
 
 
 def command(

@@ -22,6 +22,7 @@ from typing import Any
 
 from .config import params_hash
 from .errors import UserError
+from .freshness import hash_number
 from .hashing import hash_code, hash_file
 from .runtime import describe_place
 
@@ -127,18 +128,20 @@ def make_identity(
 
     Args:
         code: entry modules of the stage (dotted names); the hash covers their first-party import closure, so that
-            `hash_code(root, identity["code_modules"])` is the hash of the same code in another checkout.
+            `hash_code(root, identity["code_modules"])` is the hash of the same code in another checkout. They also say of which kind
+            the numbers are, see `repro.core.freshness`.
         config: the stage's params dataclass.
         device: see `runtime.device_label`.
         backend: which implementation of the kernels ran.
 
     Returns:
-        {code_hash, code_modules, command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions};
-        for the machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
+        {code_hash, number_hash, code_modules, command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend,
+        versions}; for the machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
     """
     modules, command = sorted(set(code)), find_command(root, sys.argv)
     return {
         "code_hash": hash_code(root, modules),
+        "number_hash": hash_number(root, modules),
         "code_modules": modules,
         "command": command,
         **({} if command else {"command_reason": "made by a program of its own"}),

@@ -25,7 +25,7 @@ def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
         manifest = planner.find_manifest(cell)
         size_gb = sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KINDS[params.kind].size_gb
         source = "from its manifest" if manifest else "as published" if size_gb else "unknown until it is written"
-        rows.append(PlanRow(command=planner.command(cell), gpu_hours=0.0, disk_gb=size_gb, basis=f"CPU only; size {source}"))
+        rows.append(PlanRow(command=planner.command(cell), hours=0.0, disk_gb=size_gb, basis=f"CPU only; size {source}"))
     return rows
 
 
@@ -71,7 +71,7 @@ def charge_generation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRo
         speed, images = planner.find_speed(params, counted.macs), len(params.seeds) * _count_images(params, data)
         row = PlanRow(
             command=f"repro generate --cell {cell}",  # no stage of the graph
-            gpu_hours=images / speed.img_per_s / 3600,
+            hours=images / speed.img_per_s / 3600,
             disk_gb=_count_copies(params) * counted.num_params * BYTES_PER_VALUE / 1e9,
             basis=f"{images:,} images at {speed.img_per_s:,.0f} img/s, {speed.source}",
             note=speed.note,
@@ -90,7 +90,7 @@ def charge_complexity(planner: Planner, params: Any) -> list[PlanRow]:
     for model, options, image_size in (row for group in params.groups if group.fvcore for row in group.rows()):
         gives.add(("macs_g_fvcore", row_id(planner.model_key(model, options), {}, image_size), ""))
     basis = "CPU only, under a minute"
-    return [PlanRow(command=planner.command(), gpu_hours=0.0, disk_gb=0.0, basis=basis, gives=frozenset(gives))]
+    return [PlanRow(command=planner.command(), hours=0.0, disk_gb=0.0, basis=basis, gives=frozenset(gives))]
 
 
 def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
@@ -98,7 +98,7 @@ def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
     rows = len(params.models) * len(params.image_sizes)
     gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
     basis = f"at most: {rows} rows of {params.budget_s:g} s"
-    return [PlanRow(command=planner.command(), gpu_hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
+    return [PlanRow(command=planner.command(), hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
 
 
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:
@@ -121,7 +121,7 @@ def _charge_training(
     """The row of a cell that is trained once for each seed; `seen` says which images that are."""
     return PlanRow(
         command=planner.command(cell),
-        gpu_hours=len(params.seeds) * _count_images(params, data) / speed.img_per_s / 3600,
+        hours=len(params.seeds) * _count_images(params, data) / speed.img_per_s / 3600,
         disk_gb=disk_gb,
         basis=f"{seen} at {speed.img_per_s:,.0f} img/s, {speed.source}",
         note=speed.note,

@@ -7,12 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.config import BY_HAND, build, load_yaml
+from ..benchmark.training_rate import PEAK_TFLOPS
+from ..core.config import BY_HAND, build, load_yaml, params_hash
 from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
+from ..core.record import read_json
+from ..core.runtime import cpu_name
 from ..data.cells import manifest_path
 from ..data.manifest import Manifest, read_manifest
 from ..papers import load_papers, load_primary
+from ..report.answer import PIPELINE_FILE
 from ..report.demands import Measurement, demands
 from ..report.results import Results
 
@@ -27,7 +31,7 @@ class PlanRow:
 
     Args:
         command: what would run it.
-        gpu_hours: of one GPU; None where unknown.
+        hours: of one device; None where unknown.
         disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
         basis: how the hours come about.
         note: where a number in `basis` is known from.
@@ -35,7 +39,7 @@ class PlanRow:
     """
 
     command: str
-    gpu_hours: float | None
+    hours: float | None
     disk_gb: float | None
     basis: str
     note: str = ""
@@ -62,10 +66,11 @@ class TrainingSpeed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one GPU is assumed to achieve.
+    """The device that the work is planned for, and what it achieves.
 
     Args:
         given: `model` or `model[option=value]` -> training images per second.
+        gpu: a part of the name of a GPU; None plans for a CPU, by the seconds of earlier runs alone.
         tflops: the GPU's peak in TFLOP/s, for models of unknown speed.
         utilisation: the share of that peak, in (0, 1], that training reaches.
 
@@ -74,6 +79,7 @@ class Rates:
     """
 
     given: dict[str, float] = dataclasses.field(default_factory=dict)
+    gpu: str | None = "A100"
     tflops: float = 312.0
     utilisation: float = 0.3
 
@@ -91,27 +97,66 @@ class Rates:
     def estimate(self, macs: int) -> TrainingSpeed:
         """The speed that follows from the multiply-adds of the forward pass of one image."""
         rate = self.tflops * 1e12 * self.utilisation / (PASSES * FLOPS_PER_MAC * macs)
-        peak = f"{self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"
+        peak = f"{self.gpu}, {self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"
         note = f"estimated from multiply-adds, not measured: {peak}, a training step as {PASSES} forward passes"
         return TrainingSpeed(img_per_s=rate, source="estimated", note=note)
 
 
-def find_measured(results: Results, key: str, stages: Collection[str]) -> TrainingSpeed | None:
-    """The speed of a model (see `Results.model_key`) in the records of training of some stages; the slowest of several, None without one.
+def find_measured(results: Results, key: str, stages: Collection[str], gpu: str) -> TrainingSpeed | None:
+    """The speed of a model (see `Results.model_key`) in the records of training of some stages on a GPU; the slowest of several, or None.
 
-    They lie at results/measured/<device>/<stage>/<cell>.json. Those of a CPU never count: they say nothing about GPU-hours.
+    They lie at results/measured/<device>/<stage>/<cell>.json.
     """
     found = []
     for record in results.sources:
         rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
         # only records of training state their processes
-        if not rate or not processes or not record.device.startswith("cuda") or record.path.split("/")[-2] not in stages:
+        if not rate or not processes or not is_of_gpu(record.device, gpu) or record.path.split("/")[-2] not in stages:
             continue
         if results.model_key(record.metrics, record.path) == key:
             each = rate / processes
             note = f"measured: {key}, {each:,.0f} img/s in training on {record.device} ({record.path})"
             found.append(TrainingSpeed(img_per_s=each, source="measured", note=note))
     return min(found, key=lambda speed: speed.img_per_s, default=None)
+
+
+def find_peak(gpu: str) -> float:
+    """The TFLOP/s of a GPU in bf16 by its data sheet; a `UserError` for one that is not in our table."""
+    for part, tflops in PEAK_TFLOPS.items():
+        if part.lower() in gpu.lower():
+            return tflops
+    raise UserError(f"plan: {gpu}: its peak is not in our table ({', '.join(PEAK_TFLOPS)}); say it with --tflops")
+
+
+def is_of_gpu(device: str, gpu: str) -> bool:
+    """Whether a record's device is the GPU that a part of its name says."""
+    return device.startswith("cuda") and gpu.lower() in device.lower()
+
+
+def find_seconds(results: Results, stage: str, cell: str | None, params: Any) -> tuple[float, str] | None:
+    """How long a stage or cell with these params takes on a CPU by its record, and how that is known; None without a record that fits.
+
+    The seconds of the record are in run.json beside it, or for the last run of all stages in results/pipeline.json. A training over
+    another number of epochs or seeds takes the same time for each.
+    """
+    pipeline = results.paths.results / PIPELINE_FILE
+    noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
+    for source in results.sources:
+        by_hand = source.stage is None and source.path.endswith(f"/{stage}/{cell}/metrics.json")
+        if (not by_hand and (source.stage, source.cell) != (stage, cell)) or source.device.startswith("cuda"):
+            continue
+        run, like, times = results.paths.root / source.run_file, params, 1.0
+        if source.is_trained:
+            seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
+            times = params.epochs * len(params.seeds) / (epochs * len(seeds))
+            like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)
+        seconds = read_json(run)["seconds"] if run.is_file() else noted.get(source.unit)
+        if seconds is None or params_hash(like) != source.identity["params_hash"]:
+            continue
+        cpu = (source.identity.get("machine") or {}).get("cpu")
+        basis = "measured on this CPU" if cpu == cpu_name() else f"an estimate: the seconds of another machine, {cpu or source.device}"
+        return seconds * times, basis if times == 1 else f"{basis}, times {times:.3g} for other epochs or seeds"
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,10 +201,23 @@ class Planner:
         """The speed of a training: of a classifier as given, else as measured, else estimated from the `macs` of one image."""
         key = self.model_key(params.model, params.options)
         if self.stage not in CLASSIFIERS:
-            return find_measured(self.results, key, (self.stage,)) or self.rates.estimate(macs)
+            return self._find_measured(key, (self.stage,)) or self.rates.estimate(macs)
         self.trained.update((params.model, key))
         given = self.rates.find_given(params.model, key)
-        return given or find_measured(self.results, key, CLASSIFIERS) or self.rates.estimate(macs)
+        return given or self._find_measured(key, CLASSIFIERS) or self.rates.estimate(macs)
+
+    def _find_measured(self, key: str, stages: Collection[str]) -> TrainingSpeed | None:
+        return find_measured(self.results, key, stages, self.rates.gpu) if self.rates.gpu else None
+
+    def on_cpu(self, row: PlanRow, cell: str | None, params: Any) -> PlanRow:
+        """A row with the time on a CPU, from what ran there before and from nothing else."""
+        model = getattr(params, "model", None)
+        if model is not None and self.rates.find_given(model, self.model_key(model, params.options)) and self.stage in CLASSIFIERS:
+            return row
+        found = find_seconds(self.results, self.stage, cell, params)
+        if found is None:
+            return dataclasses.replace(row, hours=None, basis="not measured; this command measures it", note="")
+        return dataclasses.replace(row, hours=found[0] / 3600, basis=found[1], note="")
 
     def count(self, cell: str, counter: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that counts a model's cost; what it refuses is a UserError that names the cell."""
@@ -178,13 +236,13 @@ class CostPlan:
     needs: Mapping[str, list[set[Measurement]]]
 
     def total(self, name: str) -> float:
-        """The sum of `gpu_hours` or `disk_gb` over the rows where it is known."""
+        """The sum of `hours` or `disk_gb` over the rows where it is known."""
         return sum(getattr(row, name) or 0.0 for row in self.rows)
 
     @property
     def unknown(self) -> list[str]:
         """The commands of rows whose hours or disk are unknown."""
-        return [row.command for row in self.rows if None in (row.gpu_hours, row.disk_gb)]
+        return [row.command for row in self.rows if None in (row.hours, row.disk_gb)]
 
     def find_places(self, row: PlanRow) -> dict[str, int]:
         """Table or figure -> how many of its numbers need a measurement of this row; those without any are left out."""
@@ -199,7 +257,7 @@ class CostPlan:
 
 def charge_unknown(planner: Planner, params: Any = None) -> list[PlanRow]:
     """List a stage whose cost is not modelled, and which the totals leave out."""
-    return [PlanRow(command=planner.command(), gpu_hours=None, disk_gb=None, basis="no cost model for this stage")]
+    return [PlanRow(command=planner.command(), hours=None, disk_gb=None, basis="no cost model for this stage")]
 
 
 def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
@@ -219,7 +277,11 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
         if name not in stages:
             rows += charge_unknown(planner)
         elif stages[name].cost is not None:
-            rows += pkgutil.resolve_name(stages[name].cost)(planner, params[name])
+            own = pkgutil.resolve_name(stages[name].cost)(planner, params[name])
+            if rates.gpu is None:
+                units = params[name].items() if stages[name].cells else [(None, params[name])]
+                own = [planner.on_cpu(row, cell, of_cell) for row, (cell, of_cell) in zip(own, units, strict=True)]
+            rows += own
     if unknown := sorted(rates.given.keys() - trained):
         raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}")
     return CostPlan(rows, demands(load_primary().ledger))

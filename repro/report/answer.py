@@ -1,10 +1,11 @@
-"""The opening of a page, part of which README also shows: how many numbers match, what was measured and on which device, a few pictures."""
+"""The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts with what they were measured on."""
 
+import dataclasses
 import datetime
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +15,157 @@ from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
 from .contest import find_speeds
-from .document import Block, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
-from .gallery import describe_origin, find_pictures, picture_blocks
+from .document import Block, Bullets, Line, Link, PageLink, Picture, Piece, Table, Text, code, plain, prose, strong, table
+from .gallery import OUTSIDE, describe_origin, find_pictures, picture_blocks
 from .markdown import render_blocks
-from .measured import format_scores
 from .ordering import Ordering
 from .paper import Contest, Question
-from .records import Source, describe_seeds
+from .records import describe_age, describe_seeds
 from .results import Results
-from .variants import Group, find_shown, judge_variants
-from .verdicts import FITTED, KINDS, MATCHED, NOT_MEASURED, TRUNCATED, Verdict, describe_counts, format_counts, format_ours, significant
+from .variants import Group, judge_variants
+from .verdicts import (
+    EXPLAINED,
+    FITTED,
+    INCONSISTENT,
+    KINDS,
+    MATCHED,
+    NOT_MEASURABLE,
+    NOT_MEASURED,
+    TRUNCATED,
+    UNEXPLAINED,
+    Verdict,
+    describe_counts,
+    format_ours,
+    significant,
+)
 
 PIPELINE_FILE = "pipeline.json"
-Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and its device, profile and scope
+Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was measured on
 
 
 def lead_blocks(report: Report) -> tuple[Block, ...]:
-    """The opening of a paper's page: its claim, our answer in numbers, pictures, and what is not measured."""
+    """The opening of a paper's page: its claim, our verdict in sentences, pictures, our answer in numbers, and what is not measured."""
     paper, about = report.paper, report.paper.ledger.paper
     pictures = [name for pattern in paper.pictures for name in find_pictures(report.results, pattern)[:1]]
     shown = [block for name in pictures for block in _lead_picture(name, report)]
     claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
-    return claim, *answer_blocks(report), *shown, _open_entries(report)
+    return claim, verdict_block(report), *shown, *answer_blocks(report), _open_entries(report)
 
 
-def readme_blocks(report: Report) -> dict[str, str]:
-    """The blocks of README.md by the name of their markers: `results`, a table, and `picture`, with its caption."""
-    blocks = {"results": render_blocks(answer_blocks(report, readme=True))}
-    if shown := _contest_picture(report):
+def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
+    """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
+    first, *_ = reports
+    blocks = {"verdict": render_blocks([verdict_block(first)]), "papers": render_blocks([_papers_table(reports)], "results/")}
+    blocks["run"] = _describe_run(first.results.paths.results / PIPELINE_FILE)
+    if shown := _contest_picture(first):
         blocks["picture"] = render_blocks(shown, "results/")
     return blocks
 
 
-def note_pipeline(report: Report) -> None:
-    """Write results/pipeline.json: how long all stages took, how many ran at once, their commits, and the device and profile of those that train.
+def verdict_block(report: Report) -> Bullets:
+    """What a reader comes for, a sentence each: what reproduces, what does not, what was not tested, and how fast the model is here."""
+    lines: list[Line] = []
+    for question, own in _said_questions(report):
+        verb, detail = judge_question(own)
+        said = f"{question.says} {verb}"
+        lines.append((strong(said[0].upper() + said[1:]), f" ({detail})", f": {question.why}." if question.why else "."))
+    if report.paper.contest and (line := _compare_speeds(report.paper.contest, report.results)):
+        lines.append(line)
+    return Bullets(lines)
+
+
+def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
+    """The questions that the verdict speaks of, with their verdicts; one that matches has no reason to give."""
+    asked = ((question, question.find(report.paper.ledger)) for question in report.paper.questions if question.says)
+    found = [(question, [report.verdicts[name] for name in names]) for question, names in asked]
+    return [(dataclasses.replace(each, why="") if judge_question(own)[0] == "reproduce" else each, own) for each, own in found]
+
+
+def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
+    """What entries come to: a verb for a sentence, and their numbers."""
+    counts = Counter(verdict.status for verdict in own)
+    if all(verdict.ours is None for verdict in own):
+        return "were not tested", f"{len(own)} numbers"
+    good = counts[MATCHED.word] + counts[TRUNCATED.word]
+    fitted, bad = counts[FITTED.word], sum(counts[each.word] for each in (EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE))
+    detail = f"{good} of {len(own)} match" + (f", {fitted} agree by a fitted convention" if fitted else "")
+    if good == len(own):
+        return "reproduce", detail
+    if contradicted := counts[INCONSISTENT.word]:
+        detail += f"; in {contradicted} the paper contradicts itself"
+    if fitted > good + bad:
+        return "agree only by a fitted convention", detail
+    return "mostly reproduce" if good >= bad else "do not reproduce", detail
+
+
+def _compare_speeds(contest: Contest, results: Results) -> Line | None:
+    """How many times as fast the contest's model is at the largest size, and up to which size it is slower; None without such rows."""
+    if (speeds := find_speeds(contest, results)) is None:
+        return None
+    ratios: dict[str, dict[int, float]] = {"unfused": {}, "fused": {}}
+    for (name, attention, size), row in speeds.rows.items():
+        ours = speeds.rows.get((contest.ours[0], None, size))
+        if name == contest.theirs[0] and attention in ratios and ours and not (ours["noisy"] or row["noisy"]):
+            if ours["latency_ms"] and row["latency_ms"]:
+                ratios[attention][size] = row["latency_ms"] / ours["latency_ms"]
+    if not all(ratios.values()) or (largest := max(ratios["fused"])) not in ratios["unfused"]:
+        return None
+    slower = {attention: max((size for size, ratio in found.items() if ratio < 1), default=0) for attention, found in ratios.items()}
+    kind, _, name = speeds.group.device.partition(": ")
+    ours, theirs = contest.ours[1], contest.theirs[1]
+    text = (
+        f", at {largest}² pixels {ours} is {significant(ratios['unfused'][largest])} times as fast as unfused {theirs}, and "
+        f"{significant(ratios['fused'][largest])} times as fast as the fused one that people use"
+    )
+    limits = [f"up to {size}² than {attention} {theirs}" for attention, size in slower.items() if size]
+    below = f". It is slower {', and '.join(limits)}." if limits else "."
+    below += " The code has changed since." if describe_age([speeds.source]) else ""
+    return strong(f"On a {kind.upper()} ({name})"), text, below
+
+
+def _papers_table(reports: Sequence[Report]) -> Table:
+    """A row for each paper: the verdict in a few words, and its page."""
+    rows = []
+    for report in reports:
+        subjects: dict[str, list[str]] = {}
+        for question, own in _said_questions(report):
+            subjects.setdefault(judge_question(own)[0], []).append(question.says)
+        words = "; ".join(f"{' and '.join(names)} {verb}" for verb, names in subjects.items())
+        file = report.paper.page
+        rows.append([report.paper.name, words, (PageLink(file.rpartition("/")[2], file),)])
+    return table(["paper", "verdict", "page"], rows)
+
+
+def _describe_run(pipeline: Path) -> str:
+    """The commands of a first visit, with the time that the pipeline took."""
+    took = f": {read_json(pipeline)['seconds'] / 60:.0f} minutes" if pipeline.is_file() else ""
+    lines = (
+        f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}",
+        "make test        # the tests: under 8 minutes",
+        "make test-all    # the tests at every size and dtype too",
+    )
+    return "\n".join(["```", *lines, "```"])
+
+
+def note_pipeline(results: Results) -> None:
+    """Write results/pipeline.json: how long all stages and each took, how many ran at once, and their commits.
 
     After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the records, where
     Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is; likewise where it was written
     for records of the same commits and only the report runs again.
     """
     # the record of the machine has no code hash, and is none of results
-    own = [source for source in report.results.sources if source.stage is not None and "code_hash" in source.identity]
-    files = [report.results.paths.root / source.run_file for source in own]
+    own = [source for source in results.sources if source.stage is not None and "code_hash" in source.identity]
+    files = [results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
-    file, commits = report.results.paths.results / PIPELINE_FILE, sorted({str(source.identity["parent_commit"]) for source in own})
+    file, commits = results.paths.results / PIPELINE_FILE, sorted({str(source.identity["parent_commit"]) for source in own})
     began, jobs = (float(each) for each in os.environ.get(RUN_BEGAN, "inf 1").split())
     try:
         runs = [read_json(file) for file in files]
         first = min(datetime.datetime.fromisoformat(run["finished"]).timestamp() - run["seconds"] for run in runs)
-        seconds = sum(run["seconds"] for run in runs)
+        stages = {source.unit: run["seconds"] for source, run in zip(own, runs, strict=True)}
+        seconds = sum(stages.values())
     except (UserError, LookupError, TypeError, ValueError):
         return
     if first > began - 1:  # the records say whole seconds
@@ -72,41 +174,23 @@ def note_pipeline(report: Report) -> None:
         jobs = 1
         if file.is_file() and read_json(file).get("commits") == commits:
             return
-    origin = describe_origin([source for source in own if source.is_trained], report.named)
-    noted = {"seconds": round(seconds), "jobs": int(jobs), "origin": origin, "commits": commits}
-    write_json(file, noted)
+    write_json(file, {"seconds": round(seconds), "jobs": int(jobs), "commits": commits, "stages": stages})
 
 
-def answer_blocks(report: Report, *, readme: bool = False) -> tuple[Table, Line]:
-    """A table of facts in which every row names its device, its profile and its scope, and our verdicts in a sentence.
-
-    What the paper says of its own model comes first. That of `readme` also has the time of the pipeline.
-    """
+def answer_blocks(report: Report) -> tuple[Table, Line]:
+    """A table of facts, each with what it was measured on, and how many entries have each status."""
     paper, results = report.paper, report.results
-    counts = f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}."
-    if readme:
-        counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
     facts: list[Fact] = []
     for question in paper.questions:
         facts.append(_answer(question, [report.verdicts[name] for name in question.find(paper.ledger)], report))
-    if readme and (pipeline := results.paths.results / PIPELINE_FILE).is_file():
-        noted = read_json(pipeline)
-        at_once = f", {noted['jobs']} at once" if noted.get("jobs", 1) > 1 else ""
-        facts.append((("the stages of ", code("make reproduce")), f"{noted['seconds'] / 60:.0f} min{at_once}", noted["origin"]))
-    if paper.primary:
-        facts += _embedded_scores(report, 1 if readme else None)
     facts += _orderings(report)
     if paper.contest:
         facts += _contest_facts(paper.contest, results)
     gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
-    if gpus:
-        facts.append(("anything on a GPU", ", ".join(gpus), "devices of the records"))
-    else:
-        facts.append(("anything on a GPU", strong("not measured"), "no record is of a GPU"))
-    scopes = [scope for *_, scope in facts]
-    said = ["the same" if scope == above else scope for above, scope in zip([None, *scopes], scopes, strict=False)]
-    rows = [(what, ours, scope) for (what, ours, _), scope in zip(facts, said, strict=True)]
-    return table(["", "ours", "device, profile, scope"], rows), (counts,)
+    facts.append(("anything on a GPU", ", ".join(gpus) or strong("not measured"), "–"))
+    return table(["", "ours", "measured on"], facts), (
+        f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}.",
+    )
 
 
 def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
@@ -122,45 +206,13 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     if fitted := words.count(FITTED.word):
         text += f", {fitted} agree by a fitted convention"
     if all(verdict.ours is None for verdict in own):
-        text += "; none is measured"
+        text = f"not measured ({len(own)})"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
         ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
         theirs = " / ".join(verdict.entry.printed or "" for verdict in shown)
         text = f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); {text}"
     return question.label, text, origin
-
-
-def _embedded_scores(report: Report, most_scores: int | None) -> list[Fact]:
-    """The pipeline's runs on embedded data, one row for each data set and task; they are compared with no number of the paper."""
-    results, shown_elsewhere = report.results, find_shown(report)
-    groups: dict[tuple[str, str], list[Source]] = {}
-    labels_of: dict[tuple[str, str], Mapping[str, str]] = {}
-    for source in results.score_sources:
-        labels = results.scores.get(source.stage or "", {})
-        if labels and not results.is_full(source) and source.path not in shown_elsewhere:
-            group = source.metrics["data"], next(iter(labels))
-            groups.setdefault(group, []).append(source)
-            labels_of[group] = labels
-    groups = {key: _prefer_seeds(sources, report) for key, sources in groups.items()}
-    facts = []
-    for (data, key), sources in groups.items():
-        first = sources[0].metrics
-        labels = dict(list(labels_of[data, key].items())[:most_scores])
-        if len(sources) == 1:
-            ours = f"{first['model'].partition('_patch')[0]}: {format_scores(first, labels, 1)}"
-        else:
-            ranked = sorted((source.metrics for source in sources), key=lambda m: -m[key])
-            ours = ", ".join(f"{m['model'].partition('_patch')[0]} {format_scores(m, {key: ''}, 1)}" for m in ranked)
-        if reference := first.get("without_learning"):
-            ours += f"; without learning: {format_scores(reference, labels, 1)}"
-        shortest, longest = min(lengths := [source.metrics["epochs"] for source in sources]), max(lengths)
-        length = f"{longest} epochs" if shortest == longest else f"{shortest} to {longest} epochs"
-        images = f"{first['held_out_images']:.0f} held-out images"
-        scope = f"{describe_origin(sources, report.named)}; {images}, {length}, {describe_seeds(sources)}"
-        scope += "" if most_scores else "; compared with no number of the paper"
-        facts.append((f"{labels[key]} on embedded {data}", ours, scope))
-    return facts
 
 
 def _orderings(report: Report) -> list[Fact]:
@@ -188,26 +240,11 @@ def _count_pairs(found: Ordering) -> str:
     return f"{seen} of {len(found.pairs)}" + (f", {contradicted} contradicted" if contradicted else "")
 
 
-def _prefer_seeds(sources: list[Source], report: Report) -> list[Source]:
-    """The records of the pipeline; where the same training was repeated by hand with more seeds, that record instead."""
-    results = report.results
-
-    def key(source: Source) -> tuple:
-        return results.model_key(source.metrics, source.path), source.metrics.get("recipe_hash")
-
-    repeated: dict[tuple, Source] = {}
-    for source in results.score_sources:
-        if source.is_trained and source.stage is None:
-            repeated[key(source)] = max(repeated.get(key(source), source), source, key=lambda each: len(each.metrics["by_seed"]))
-    rivals = [(source, repeated.get(key(source), source)) for source in sources]
-    return [max(pair, key=lambda each: len(each.metrics.get("by_seed", ()))) for pair in rivals]
-
-
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
     speeds = find_speeds(contest, results)
     if speeds is None:
         return [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
-    how = "a stage of the pipeline" if speeds.source.stage else "run by hand"
+    how = "a stage of the pipeline" if speeds.source.stage else OUTSIDE
     facts = []
     for size in contest.sizes:
         ours = speeds.rows.get((contest.ours[0], None, size))
@@ -233,7 +270,7 @@ def _lead_picture(name: str, report: Report) -> tuple[Line, Line]:
     contest, results = report.paper.contest, report.results
     if contest and name == f"figures/{contest.picture}" and (blocks := _contest_picture(report)):
         return blocks
-    figure = next((each for each in report.paper.figures if each.files and name in find_pictures(results, each.files)), None)
+    figure = next((each for each in report.paper.figures if name in find_pictures(results, each.files)), None)
     shown, origin = picture_blocks(name, f"{figure.place}, ours" if figure else Path(name).stem, report)
     about = f"Ours of {figure.place}, where the paper shows {figure.shows}. " if figure else ""
     return shown, (about, *origin)
@@ -245,7 +282,7 @@ def _contest_picture(report: Report) -> tuple[Line, Line] | None:
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
         return None
     text = f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} ("
-    caption = text, code(speeds.source.path), ")." if speeds.source.stage else ", run by hand)."
+    caption = text, code(speeds.source.path), ")." if speeds.source.stage else f", {OUTSIDE})."
     return (Picture(f"figures/{contest.picture}", contest.title),), caption
 
 

@@ -31,7 +31,6 @@ from .verdicts import (
 )
 
 _SPEEDS = {"fps", "memory_mib"}
-_COSTS = {*_SPEEDS, "macs_g", "macs_g_of_authors", "macs_g_fvcore", "macs_saved_percent", "operator"}
 _FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's own rows
 
 
@@ -66,13 +65,8 @@ def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequ
     """
     judge = _Judge(paper, results, speed_dtype, verbs)
     verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
-    named = f"the {profile} profile" if profile else "edited parameters that equal no profile"
+    named = f"the {profile} settings" if profile else "edited settings that equal no profile"
     return Report(paper=paper, results=results, verdicts=verdicts, named=named, plain=judge.plain)
-
-
-def is_of_cost(entry: Entry) -> bool:
-    """Whether ours is read from measured speeds, peaks of memory, or counts of multiply-adds."""
-    return _calls(entry, _COSTS)
 
 
 def _calls(entry: Entry, functions: Set[str]) -> bool:

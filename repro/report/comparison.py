@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
-from .claims import Report, is_of_cost
+from .claims import Report
+from .demands import COUNTS
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry, Table
 from .verdicts import (
-    CONSISTENT,
     EXPLAINED,
     INCONSISTENT,
     KINDS,
+    LEGEND,
     NOT_MEASURABLE,
     NOT_MEASURED,
-    OPEN,
     STATUSES,
     UNEXPLAINED,
     Verdict,
@@ -40,7 +40,7 @@ def how_to_read(report: Report) -> Section:
         "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
         f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."
     )
-    legend = table(["mark", "status", "means"], [[status, word, status.means] for word, status in STATUSES.items()])
+    legend = table(["mark", "what it means"], LEGEND.items())
     return Section("How to read this page", [prose(sources), legend, (units,)])
 
 
@@ -59,16 +59,25 @@ def summary(report: Report) -> Section:
         f"same model in two tables, formulas): {checks - violations} hold, {violations} do not."
     )
     own = [verdict for verdict in report.all if verdict.status == NOT_MEASURED.word]
-    consistent = sum(verdict.mark is CONSISTENT for verdict in own)
+    consistent = sum(bool(verdict.checks) and not verdict.violations for verdict in own)
     text += f" Of the {len(own)} entries that are not measured, {consistent} are in such relations, and consistent with the paper's tables."
     return Section("Summary", [table(["entries of the ledger", *STATUSES, "all"], rows), (text,)])
 
 
 def headlines(report: Report) -> Section:
     """The claims that the paper leads with."""
-    claims = report.paper.ledger.claims
-    chosen = [claim for claim in claims if any(entry.id.startswith(report.paper.headlines) for entry in claim.entries)]
-    return Section("Headline claims", [_claim_table(chosen, report, with_reasons=True)])
+    chosen = [claim for claim in report.paper.ledger.claims if _is_headline(claim, report)]
+    blocks: list[Block] = [_claim_table(chosen, report, with_reasons=True)]
+    if report.paper.ledger.paper.speed_device:
+        name = report.paper.baseline
+        text = (
+            f"A speed or a memory that is measured elsewhere than on the paper's device says what holds on that device. The paper's {name} "
+            "has unfused attention; people run the fused one today, so both are given. In brackets is the range of the "
+            "processes that measured a row, from five on their 95 % interval; of a single process, that of its steps, which is narrower "
+            "than what another process may give."
+        )
+        blocks.append((text,))
+    return Section("Headline claims", blocks)
 
 
 def table_section(about: Table, report: Report) -> Section:
@@ -86,35 +95,33 @@ def table_section(about: Table, report: Report) -> Section:
     return Section(f"{about.place}: {about.title}", [(" ".join([f"Each entry: paper → ours. {counts}.", *notes]),), table(header, rows)])
 
 
-def cost_claims(report: Report) -> Section:
-    """Every claim of the text on cost: what was counted, and what was measured on the paper's device and on each of ours."""
-    rows: list[list[Piece | Line]] = []
-    for claim in report.paper.ledger.claims:
-        for verdict in (verdict for verdict in report.of_claim(claim) if is_of_cost(verdict.entry)):
-            printed = verdict.entry.printed or ""
-            key = _key(claim, verdict)
-            about = [claim.place, claim.says, number(printed) if printed and not key else key + printed]
-            if verdict.ours is not None:
-                rows.append([*about, ", ".join(verdict.sources), (format_ours(verdict), " ", *status_line(verdict)), "–"])
-            for each in verdict.elsewhere:
-                found = (each.value, each.found), (each.fused, each.found_fused)
-                shown = [number(text) if isinstance(value, float) else text for value, text in found]
-                rows.append([*about, str(each.group), *shown])
-            if verdict.ours is None and not verdict.elsewhere:
-                rows.append([*about, "–", verdict.reason or "–", "–"])
-    name = report.paper.baseline
-    header = ["where", "the paper says", "number", "measured on, or counted in", f"as in the paper: unfused {name}", f"fused {name}"]
+def shared_counts(reports: Sequence[Report]) -> list[Section]:
+    """The counts of one model that several papers print, where they print or get another number; no section where none is shared."""
+    found: dict[tuple[str, str], dict[str, Verdict]] = {}
+    for report in reports:
+        for verdict in report.all:
+            expression = verdict.entry.plain or verdict.entry.ours
+            calls = expression.calls if expression and verdict.entry.kind == "count" else ()
+            if len(calls) == 1 and calls[0].name in COUNTS:
+                what = "parameters (M)" if calls[0].name == "params_m" else "FLOPs (G)"
+                found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.id, verdict)
+    shared = {key: own for key, own in found.items() if len(own) > 1}
+    unlike = {key: own for key, own in shared.items() if len({(each.entry.printed, each.status) for each in own.values()}) > 1}
+    if not shared:
+        return []
+    judging = [report.paper for report in reports if any(report.paper.id in own for own in unlike.values())]
+    rows = [[code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging)] for (model, what), own in unlike.items()]
     text = (
-        f"The paper's {name} has unfused attention; people run the fused one today, so both are shown. A speed on another device than "
-        "the paper's says what holds on that device. In brackets is a range: the 95 % interval where a row was measured in five processes or more, else that of its processes, or of the steps of a single one, which is narrower than what another process may give; a statement "
-        f"is `{OPEN}` where they allow both that it holds and that it does not."
+        f"{len(shared)} counts are printed by two papers or more. {len(shared) - len(unlike)} have one number and one verdict; the others:"
     )
-    return Section("The paper's efficiency claims, measured here", [prose(text), table(header, rows)])
+    return [Section("Counts that several papers print", [(text,), table(["model", "count", *(p.name for p in judging)], rows)])]
 
 
-def all_claims(report: Report) -> Section:
-    """Every claim of the text."""
-    return Section("The text's claims", [_claim_table(report.paper.ledger.claims, report)])
+def other_claims(report: Report) -> Section:
+    """The claims of the text that are no headlines."""
+    others = [claim for claim in report.paper.ledger.claims if not _is_headline(claim, report)]
+    title = "The text's other claims" if report.paper.headlines else "The text's claims"
+    return Section(title, [_claim_table(others, report)])
 
 
 def contradictions(report: Report) -> Section:
@@ -172,21 +179,6 @@ def not_measured(report: Report) -> Section:
     return Section("Not measured, and why", [table(["entries", "reason", "what would measure it"], rows)])
 
 
-def where_checked(report: Report) -> Section:
-    """For each column of a table and each claim of the text, the command that checks it and the record that it ends in."""
-    rows = []
-    for about in report.paper.ledger.tables:
-        for key, column in about.columns.items():
-            own = [report.verdicts[f"{about.id}.{row}.{key}"] for row in about.records]
-            says = f"{about.title}: {column.label} ({column.unit}), {len(own)} rows"
-            rows.append([f"{about.place}, {column.label}", says, *_checked(own, report)])
-    for claim in report.paper.ledger.claims:
-        rows.append([claim.place, claim.says, *_checked(report.of_claim(claim), report)])
-    text = "`repro report` judges every entry; the command is what makes, or would make, the number that it judges by."
-    header = ["where", "the paper says", "entries", "command", "record"]
-    return Section("Where each claim is checked", [prose(text), table(header, rows)])
-
-
 def _compare(verdict: Verdict) -> Piece | Line:
     printed = verdict.entry.printed or ""
     if verdict.ours is not None:
@@ -194,8 +186,17 @@ def _compare(verdict: Verdict) -> Piece | Line:
     return (f"{printed} ", verdict.mark) if verdict.evidence else Comparison(printed, verdict.mark)
 
 
+def _is_headline(claim: Claim, report: Report) -> bool:
+    """Whether it is of the claims that are shown first, or repeats one of them."""
+    shown_first = report.paper.headlines
+    said = {each.says for each in report.paper.ledger.claims if shown_first and any(e.id.startswith(shown_first) for e in each.entries)}
+    return claim.says in said
+
+
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
-    rows: list[list[Piece | Line]] = []
+    """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
+    rows: dict[tuple[str, ...], list[Piece | Line]] = {}
+    places: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
         own = report.of_claim(claim)
         elsewhere = [f"{_key(claim, verdict)}{', '.join(map(str, verdict.elsewhere))}" for verdict in own if verdict.elsewhere]
@@ -208,8 +209,12 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
                 notes.append((Link("≠ why", DIFFERENCES),))
             notes += [(verdict.evidence,) for verdict in own if verdict.status == NOT_MEASURABLE.word and verdict.evidence]
         ours, statuses = _merge([(format_ours(verdict),) for verdict in own]), _merge([status_line(verdict) for verdict in own])
-        rows.append([claim.place, claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")])
-    return table(["where", "the paper says", "ours", "status", "note"], rows)
+        note = join(dict.fromkeys(notes), "; ")
+        key = claim.says, plain(*ours), plain(*statuses), plain(*note)
+        rows.setdefault(key, [claim.says, ours, statuses, note])
+        places.setdefault(key, []).append(claim.place)
+    header = ["where", "the paper says", "ours", "status", "note"]
+    return table(header, ([", ".join(dict.fromkeys(places[key])), *row] for key, row in rows.items()))
 
 
 def _merge(lines: Sequence[Line]) -> Line:
@@ -227,18 +232,6 @@ def _prints(entry: Entry) -> Line:
         return (entry.says,)
     printed = f"{entry.printed} {entry.unit}".strip()
     return (number(printed),) if entry.id.startswith("table") else (strong(printed), f": {entry.says}")
-
-
-def _checked(own: Sequence[Verdict], report: Report) -> list[Line]:
-    """The counts of verdicts, and the commands and records behind them."""
-    commands = []
-    for verdict in own:
-        if verdict.ours is None:
-            commands.append(verdict.command)
-        else:
-            commands += [report.results.command_for(source) for source in verdict.sources] or ["repro report"]
-    records = dict.fromkeys(source for verdict in own for source in verdict.sources)
-    return [(format_counts(own),), _first_command(commands, report), join([(code(record),) for record in records], ", ") or ("–",)]
 
 
 def _first_command(commands: Iterable[str], report: Report) -> Line:

@@ -8,7 +8,7 @@ from typing import Any
 from ..core.figures import against_resolution
 from .claims import Report
 from .paper import Contest
-from .records import Source
+from .records import Source, describe_age
 from .results import Results, SpeedGroup
 
 
@@ -22,8 +22,8 @@ class Speeds:
 
     @property
     def scope(self) -> str:
-        """Device and conditions, in words."""
-        return f"{self.group}, {self.group.mode}"
+        """Device and conditions, in words, and whether older code made the record."""
+        return f"{self.group}, {self.group.mode}{describe_age([self.source])}"
 
 
 def draw_contest(report: Report, folder: Path) -> None:
@@ -32,7 +32,7 @@ def draw_contest(report: Report, folder: Path) -> None:
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
         return
     series = {family: [row for key, row in speeds.rows.items() if key[:2] == model] for family, model in contest.series.items()}
-    title = f"{contest.title} ({speeds.scope})"
+    title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
     path = folder / contest.picture.removesuffix(".png")
     against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
 

@@ -4,8 +4,8 @@ from .ledger import Ledger
 
 # ("accuracy", data set, model), (one of the counts, "model@size", "") or ("fps" | "memory_mib", model, "")
 Measurement = tuple[str, str, str]
-_COUNTS = {"params_m", "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"}
-_MEASURED = {*_COUNTS, "accuracy", "fps", "memory_mib"}
+COUNTS = {"params_m", "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"}
+_MEASURED = {*COUNTS, "accuracy", "fps", "memory_mib"}
 
 
 def demands(ledger: Ledger) -> dict[str, list[set[Measurement]]]:

@@ -26,6 +26,14 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
+class PageLink:
+    """A link to another page of the checkout: its file, relative to the checkout's root."""
+
+    text: str
+    file: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Picture:
     """A picture: its file, relative to results/, and what it shows, in words."""
 
@@ -55,7 +63,7 @@ class Comparison:
         return " ".join(filter(None, (self.paper, "→", plain(self.ours), plain(*self.result))))
 
 
-Piece = str | Text | Link | Picture | Mark | Comparison
+Piece = str | Text | Link | PageLink | Picture | Mark | Comparison
 Line = tuple[Piece, ...]
 
 
@@ -129,6 +137,11 @@ def join(lines: Iterable[Line], between: str) -> Line:
 def plain(*line: Piece) -> str:
     """The plain text of a line."""
     return "".join(piece if isinstance(piece, str) else piece.text for piece in line)
+
+
+def find_way(file: str, to_results: str) -> str:
+    """The way to a file of the checkout from a page from which `to_results` leads to results/."""
+    return to_results + file.removeprefix("results/") if file.startswith("results/") else f"{to_results}../{file}"
 
 
 def make_anchor(title: str) -> str:

@@ -8,15 +8,17 @@ from .contest import find_speeds
 from .dense import find_dense_drawn
 from .document import Block, Heading, Line, Picture, Section, code, prose, table
 from .paper import Figure
-from .records import Source
+from .records import Source, describe_age
 from .results import Results
 from .variants import find_drawn
 from .verdicts import format_counts
 
+OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
+
 
 def figures_section(report: Report) -> Section:
     """The paper's figures and ours, and what the ledger says of each."""
-    text = "The paper's figures in its order, and ours, with the device and the record from which each picture is drawn."
+    text = "The paper's figures and ours, without the diagrams and others that show nothing measurable here."
     return Section("Figures", [(text,), *(block for figure in report.paper.figures for block in _figure(figure, report))])
 
 
@@ -70,18 +72,18 @@ def find_beside(name: str, results: Results) -> list[Source]:
 
 
 def describe_origin(sources: list[Source], named: str) -> str:
-    """The devices of records, and the profile that they were made with."""
+    """The devices of records, the profile that they were made with, and whether older code made them."""
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
     if all(device.startswith("none: ") for device in devices):  # on no device, and by no parameters that a run would have
-        return ", ".join(device.removeprefix("none: ") for device in devices)
-    return f"{', '.join(devices)}; {describe_profile(sources, named)}"
+        return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
+    return f"{', '.join(devices)}; {describe_profile(sources, named)}{describe_age(sources)}"
 
 
 def describe_profile(sources: Iterable[Source], named: str) -> str:
     """The profile that records were made with, whose name is `named`; or that a person ran their commands; or both."""
-    return " and ".join(dict.fromkeys(named if source.stage else "run by hand" for source in sources))
+    return " and ".join(dict.fromkeys(named if source.stage else OUTSIDE for source in sources))
 
 
 def _origin_line(name: str, sources: list[Source], report: Report) -> Line:
@@ -89,18 +91,16 @@ def _origin_line(name: str, sources: list[Source], report: Report) -> Line:
 
 
 def _figure(figure: Figure, report: Report) -> list[Block]:
-    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures if each.files}
+    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
     files = drawn.get(figure.place, [])
-    if figure.files is None:
-        state = figure.absent or "It is a diagram of the method, which has nothing to measure."
-    elif files:
+    if files:
         state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
     elif drawn.get(figure.shared_with):
         state = f"The pictures of {figure.shared_with} show it too."
     else:
         state = f"Not drawn yet: `{figure.command}`."
     entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
-    about = prose(f"{state} The ledger's entries on it: {entries or 'none'}.")
+    about = prose(f"{state} Entries: {entries or 'none'}.")
     blocks: list[Block] = [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
     for name in files:
         blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)

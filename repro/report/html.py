@@ -12,7 +12,25 @@ from typing import Any
 
 from ..core.errors import UserError
 from .claims import Report
-from .document import Block, Bullets, Comparison, Heading, Line, Link, Mark, Picture, Piece, Section, Table, Text, make_anchor, plain
+from .document import (
+    Block,
+    Bullets,
+    Comparison,
+    Heading,
+    Line,
+    Link,
+    Mark,
+    PageLink,
+    Picture,
+    Piece,
+    Section,
+    Table,
+    Text,
+    find_way,
+    make_anchor,
+    plain,
+)
+from .gallery import OUTSIDE
 from .verdicts import FITTED, KINDS, NOT_MEASURABLE, STATUSES, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
@@ -66,9 +84,13 @@ def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     for path in verdict.sources:
         about.append(("record", path))
         if source := report.results.find(path):
-            how = report.named if source.stage else "run by hand"
-            about += [("device", source.device), ("parameters", how), ("parent commit", source.commit)]
+            how = report.named if source.stage else OUTSIDE
+            about += [("device", source.origin), ("parameters", how), ("parent commit", source.commit)]
     return [(label, text) for label, text in about if text]
+
+
+def _is_prose(line: Line) -> bool:
+    return len(plain(*line)) > PROSE and not any(isinstance(piece, Picture | Comparison) for piece in line)
 
 
 class _Renderer:
@@ -93,17 +115,19 @@ class _Renderer:
     def _table(self, block: Table, title: str) -> str:
         styles = [' style="text-align:right"' if right else "" for right in block.right_aligned]
         head = "".join(f'<th scope="col"{style}>{escape(text)}</th>' for text, style in zip(block.header, styles, strict=True))
-        rows = ""
+        rows, is_read = "", False
         for first, *rest in block.rows:
-            row_head = f'<th scope="row">{self._line(first)}</th>' if block.has_row_heads else self._cell(first, styles[0])
-            rows += f"<tr>{row_head}{''.join(map(self._cell, rest, styles[1:]))}</tr>"
-        box = f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(title)}, table">'
+            is_read |= any(map(_is_prose, rest))
+            row_head = f'<th scope="row">{self._line(first)}</th>' if block.has_row_heads else self._cell(first, styles[0], block.header[0])
+            rows += f"<tr>{row_head}{''.join(map(self._cell, rest, styles[1:], block.header[1:]))}</tr>"
+        # a table with text to read is stacked on a phone, where its last columns would lie beyond the screen
+        box = f'<div class="scroll{" read" if is_read else ""}" role="region" tabindex="0" aria-label="{escape(title)}, table">'
         return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
-    def _cell(self, line: Line, style: str) -> str:
-        is_prose = len(plain(*line)) > PROSE and not any(isinstance(piece, Picture | Comparison) for piece in line)
-        prose = ' class="prose"' if is_prose else ""
-        return f"<td{style}{prose}>{self._line(line)}</td>"
+    def _cell(self, line: Line, style: str, label: str) -> str:
+        prose = ' class="prose"' if _is_prose(line) else ""
+        named = f' data-label="{escape(label)}"' if label else ""
+        return f"<td{style}{prose}{named}>{self._line(line)}</td>"
 
     def _line(self, line: Line) -> str:
         return "".join(self._piece(piece) for piece in line)
@@ -114,6 +138,8 @@ class _Renderer:
                 return f"<{TAGS[style]}>{escape(text)}</{TAGS[style]}>"
             case Link(text=text, section=section):
                 return f'<a href="#{self.prefix}{escape(make_anchor(section))}">{escape(text)}</a>'
+            case PageLink(text=text, file=file):
+                return f'<a href="{escape(find_way(file, ""))}">{escape(text)}</a>'
             case Mark(text=text, word=word, title=title):
                 unseen = f'<span class="unseen"> {title or word}</span>'
                 return f'<span class="mark {make_anchor(word)}" title="{title or word}">{text}{unseen}</span>'

@@ -1,11 +1,12 @@
-"""The sections of what we measured that is compared with no paper: speed and memory, runs on other data, and where records come from."""
+"""What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .paper import Paper
-from .records import Source, find_missing_records, find_score_interval
+from .records import Source, describe_age, find_missing_records, find_score_interval
 from .results import Results, SpeedGroup
 from .verdicts import significant
 
@@ -38,7 +39,8 @@ def speed_and_memory(results: Results) -> Section:
     blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
-        blocks.append(Heading(f"{group}, {group.mode}"))
+        age = describe_age({source.path: source for _, source in rows}.values())
+        blocks.append(Heading(f"{group}, {group.mode}{age}"))
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
         listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]
         if listed:
@@ -62,12 +64,12 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
         return [Section(title, [prose("There are none yet: `repro pretrain`.")])] if paper.primary else []
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
-    for source in runs:
+    for source in sorted(runs, key=lambda each: -len(each.metrics.get("by_seed", ()))):
         m = source.metrics
         run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
         images = number(f"{m['held_out_images']:.0f}") if m.get("held_out_images") is not None else "–"
         about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
-        rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.device])
+        rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.origin])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
@@ -94,9 +96,9 @@ def over_resolution(results: Results) -> list[Section]:
         text = (
             f"The classifiers of the pipeline, trained at {m['train_image_size']}² pixels with one seed, on the {m['held_out_images']} "
             f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
-            "trained at scale behaves likewise, these nanos cannot say."
+            "trained at scale behaves likewise, these small models cannot say."
         )
-        origin = code(source.path), f": {source.device}. Top-1 (%):"
+        origin = code(source.path), f": {source.origin}. Top-1 (%):"
         picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
         timed = ("Time of a forward pass for each image (ms):",)
         blocks = [(text,), picture, origin, table(header, accuracies), timed, table(header, times)]
@@ -117,7 +119,7 @@ def searches(results: Results) -> list[Section]:
         scores = "; ".join(f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried)
         at_edge = chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"])
         rate = f"{chosen['lr']:g}" + (", at the edge" if at_edge else "")
-        rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.device])
+        rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.origin])
     m = found[0].metrics
     text = (
         f"Every cell was searched alike: the same trials, each a whole training with seed {m['seed']}, scored on the images of `tune`, which "
@@ -136,10 +138,10 @@ REPEATS = (
 )
 
 
-def provenance(results: Results) -> Section:
-    """Every record with what explains its numbers."""
+def build_provenance(report: Report) -> list[Section]:
+    """results/provenance.md: every record with what explains its numbers."""
     rows = []
-    for source in results.sources:
+    for source in report.results.sources:
         identity = source.identity
         if "code_hash" in identity:  # not that of the machine itself
             versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
@@ -147,12 +149,13 @@ def provenance(results: Results) -> Section:
             command, vector = identity.get("command"), (identity.get("machine") or {}).get("vector")
             device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
             made_by = code(command) if command else "–"
+            device += describe_age([source])
             rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
-        return Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])
+        return [Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])]
     header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
     text = "Each record names what explains its numbers; code and params are hashes, and a CPU's last word is what PyTorch computes with."
-    return Section("Provenance", [(text,), (REPEATS,), table(header, rows)])
+    return [Section("Provenance", [(text,), (REPEATS,), table(header, rows)])]
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:

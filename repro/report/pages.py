@@ -14,7 +14,7 @@ from .answer import lead_blocks, note_pipeline, readme_blocks
 from .claims import Report
 from .contest import draw_contest
 from .dense import draw_dense
-from .document import Section
+from .document import Line, PageLink, Section, join
 from .gallery import examples, figures_section
 from .html import render_html
 from .markdown import render_blocks, render_markdown
@@ -45,10 +45,10 @@ def write_report(
 
     Raises:
         UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then written but
-            figures. A missing record leaves its entries `not measured`.
+            figures and the time of the pipeline. A missing record leaves its entries `not measured`.
     """
+    note_pipeline(results)  # README says how long it took
     pages, documents, built, html = _build_pages(papers, results, judge, results.paths.results / "figures", with_html=with_html)
-    note_pipeline(pages[0][0])
     _write_pages(pages, documents, [*built, *passages], results.paths)
     if html is not None:
         write_text(results.paths.results / "report.html", html)
@@ -80,17 +80,19 @@ def _build_pages(
     def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
         pages, documents, passages = [], {}, []
-        for paper in papers:
-            report = judge(paper, results)
+        reports = [judge(paper, results) for paper in papers]
+        for report in reports:
+            paper = report.paper
             draw_variants(report, figures)
             draw_contest(report, figures)
             draw_dense(report, figures)
             for drawing in paper.drawings:
                 if drawing.find(report):
                     drawing.draw(report, figures / drawing.file)
-            pages.append((report, build_document(report)))
+            pages.append((report, build_document(report, reports)))
             documents |= {each.file: render_markdown(each.build(report), _find_results(each.file)) for each in paper.documents}
             passages += build_passages(report)
+        passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
         return pages, documents, passages, render_html(pages) if with_html else None
 
     try:
@@ -123,14 +125,17 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
     return [f"{name}, block {block}" for block, text in contents[1].items() if contents[0].get(block) != text] or [name]
 
 
-def build_document(report: Report) -> list[Section]:
-    """A paper's page, its opening first; that of the primary paper also shows the records that no paper is compared with."""
+def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
+    """A paper's page, its opening first; that of the primary paper also shows the records that no paper is compared with.
+
+    Args:
+        reports: those on all papers, to which the page links.
+    """
     paper, results = report.paper, report.results
-    title = "The paper's numbers and ours" if paper.primary else f"{paper.name}: the paper's numbers and ours"
-    page = [Section(title, lead_blocks(report)), comparison.how_to_read(report)]
+    links = link_pages([each.paper for each in reports or (report,)])
+    page = [Section(f"{paper.name}: the paper's numbers and ours", (links, *lead_blocks(report))), comparison.how_to_read(report)]
     if paper.primary:
         page += measured.missing_records(results)
-    page.append(comparison.summary(report))
     if paper.headlines:
         page.append(comparison.headlines(report))
     page += [comparison.table_section(table, report) for table in paper.ledger.tables]
@@ -138,8 +143,6 @@ def build_document(report: Report) -> list[Section]:
         page.append(figures_section(report))
     if paper.variants:
         page.append(variants_section(report))
-    if paper.ledger.paper.speed_device:
-        page.append(comparison.cost_claims(report))
     if paper.primary:
         page.append(measured.speed_and_memory(results))
     page += measured.other_runs(results, paper, find_shown(report))
@@ -147,11 +150,18 @@ def build_document(report: Report) -> list[Section]:
         page += [*measured.searches(results), *measured.over_resolution(results)]
     page += examples(report)
     page += [section for build_section in paper.sections for section in build_section(report)]
-    page += [comparison.all_claims(report), comparison.contradictions(report), comparison.differences(report)]
-    page += [*comparison.not_measurable(report), comparison.not_measured(report), comparison.where_checked(report)]
+    page += [comparison.other_claims(report), comparison.summary(report)]
+    page += [comparison.contradictions(report), comparison.differences(report)]
     if paper.primary:
-        page.append(measured.provenance(results))
-    return page
+        page += comparison.shared_counts(reports)
+    return [*page, *comparison.not_measurable(report), comparison.not_measured(report)]
+
+
+def link_pages(papers: Iterable[Paper]) -> Line:
+    """The links on top of each page: the front page, the page of each paper, the documentation."""
+    pages = {"README": "README.md"} | {paper.name: paper.page for paper in papers}
+    pages |= {"one page for a browser": "results/report.html", "documentation": "docs/README.md"}
+    return join([(PageLink(text, file),) for text, file in pages.items()], " · ")
 
 
 def build_passages(report: Report) -> list[Passage]:
@@ -165,7 +175,8 @@ def build_passages(report: Report) -> list[Passage]:
 
 def _find_results(file: str) -> str:
     """The way from a page, a file relative to the checkout, to results/."""
-    return f"{'../' * file.count('/')}results/"
+    inside = file.startswith("results/")
+    return "../" * (file.count("/") - inside) + ("" if inside else "results/")
 
 
 def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
@@ -183,15 +194,12 @@ def find_broken_record(results: Results, build: Callable[[Results, Path], object
 def _write_page(report: Report, page: list[Section], paths: Paths) -> None:
     paper, folder = report.paper, paths.results
     claims = export_json(paper.ledger.paper.version, report.all)
+    write_text(paths.root / paper.page, render_markdown(page, _find_results(paper.page)))
     if not paper.primary:
-        write_text(folder / "papers" / f"{paper.id}.md", render_markdown(page, "../"))
         write_json(folder / "papers" / f"{paper.id}.claims.json", claims)
         return
-    write_text(folder / "tables.md", render_markdown(page))
     write_json(folder / "claims.json", claims)
     write_csv(folder / "claims.csv", export_rows(report.all))
-    for name, block in readme_blocks(report).items():
-        write_passage(paths.root / "README.md", name, block)
 
 
 def write_passage(file: Path, marker: str, text: str) -> None:

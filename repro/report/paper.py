@@ -13,12 +13,11 @@ from .ledger import Ledger, load_ledger
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure of the paper."""
+    """A figure of the paper that has something to measure here."""
 
     place: str  # e.g. `Fig. 7a`
     shows: str  # what the paper shows there
-    files: str | None = None  # pattern of our pictures, relative to results/; None for a diagram, which no measurement draws
-    absent: str = ""  # why there are none of a figure that is no diagram, in a sentence
+    files: str  # pattern of our pictures, relative to results/
     command: str = ""  # what draws them
     shared_with: str | None = None  # the figure whose pictures show this one too
 
@@ -79,6 +78,8 @@ class Question:
     """What a reader asks first: how many of some entries are matched."""
 
     label: str  # what they are, e.g. `parameters`
+    says: str = ""  # the same as the subject of a sentence of the verdict; empty where the verdict leaves them out
+    why: str = ""  # a clause that says why they do not match, or were not tested
     entries: tuple[str, ...]  # patterns of ids
     shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown beside the count; they have one unit
     shown_label: str = ""  # what these numbers are of
@@ -151,6 +152,11 @@ class Paper:
     # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker -->` and
     # `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say
     passages: Mapping[str, Mapping[str, Callable[[Any], Sequence[Block]]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def page(self) -> str:
+        """Its page, a file relative to the checkout."""
+        return "results/tables.md" if self.primary else f"results/papers/{self.id}.md"
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -41,7 +41,7 @@ def compare_without_learning(report: Report) -> list[Block]:
         reference = own[0].metrics["without_learning"]
         rows: list[list[Piece | Line]] = [_run_row(source, labels, report) for source in own]
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
-        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images", *labels.values(), "device, profile"]
+        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images", *labels.values(), "measured on"]
         blocks += [table(header, rows), Bullets([_against(source, reference, labels) for source in own]), *_class_scores(own)]
     text = (
         "Of several seeds, a run is ahead of the method without learning, or behind it, where the 95 % interval of its mean leaves out that "
@@ -67,7 +67,7 @@ def count_noisy_rows(report: Report) -> list[Block]:
         repeated = source.metrics.get("repeated") or {}
         if repeated.get("overlap_percent") is not None:
             twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
-            blocks.append((code(source.path), f" ({source.device})", twice))
+            blocks.append((code(source.path), f" ({source.origin})", twice))
     return blocks
 
 

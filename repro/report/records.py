@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
+from ..core.freshness import REPEATED, find_old
 from ..core.paths import Paths
 from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import clip_share
@@ -21,11 +22,17 @@ class Source:
     identity: Mapping[str, Any]
     stage: str | None = None  # which stage of the graph wrote it, and for which of its cells; None for what was run by hand
     cell: str | None = None
+    is_fresh: bool = True  # whether the code here would give the same numbers
 
     @property
     def device(self) -> str:
         """The device that the record names."""
         return str(self.identity.get("device", "–"))
+
+    @property
+    def origin(self) -> str:
+        """The device, and whether older code made the record."""
+        return self.device + describe_age([self])
 
     @property
     def commit(self) -> str:
@@ -42,6 +49,11 @@ class Source:
         """The file beside the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
         name = PurePosixPath(self.path)
         return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
+
+    @property
+    def unit(self) -> str:
+        """What DVC calls the stage, or the stage and the cell, that wrote it: `pretrain@nano`."""
+        return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
     def is_trained(self) -> bool:
@@ -68,7 +80,10 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     for file in sorted(root.glob("measured/**/*.json")):
         if not file.name.endswith(("run.json", "recipe.json", DETAILS_FILE)) and file.parent.name != "seeds":
             files.append((file, None, None))
-    return [_read(paths, *each) for each in files]
+    sources = [_read(paths, *each) for each in files]
+    records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
+    old = {name for name, why in find_old(paths.root, records).items() if why != REPEATED}
+    return [dataclasses.replace(source, is_fresh=source.path not in old) for source in sources]
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
@@ -84,6 +99,14 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
                 if record.endswith("/metrics.json") and not (paths.root / record).is_file():
                     missing.append((record, template["cmd"].replace("${key}", cell)))
     return missing
+
+
+def describe_age(sources: Iterable[Source]) -> str:
+    """`; made by older code` where that is true of records, with their number where it is true of some; else nothing."""
+    fresh = [source.is_fresh for source in sources]
+    if all(fresh):
+        return ""
+    return "; made by older code" if not any(fresh) else f"; {fresh.count(False)} of {len(fresh)} made by older code"
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:

@@ -15,7 +15,7 @@ from .document import Block, Heading, Picture, Piece, Section, Table, code, numb
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Variants, VariantTable
-from .records import Source, describe_seeds
+from .records import Source, describe_age, describe_seeds
 from .results import Results
 
 TOP1 = "top1_percent"
@@ -41,11 +41,11 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What was trained, for how long and on what device, whose threads are left out."""
+        """What was trained, for how long, on what device, whose threads are left out, and whether by older code."""
         m, seeds = self.common, describe_seeds(self.variants.values())
         device = next(iter(self.variants.values())).device.split(",")[0]
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
-        return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}"
+        return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}{describe_age(self.variants.values())}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""
@@ -132,8 +132,10 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
 
 
 def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
-    """The verdict on each table and figure for each group that has two of its variants."""
-    return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in _pair(report)]
+    """The verdict on each table and figure for each group that has two of its variants; of a table, the group with the most seeds first."""
+    tables = report.paper.variants.tables if report.paper.variants else ()
+    pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
+    return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
 
 
 def variants_section(report: Report) -> Section:

@@ -22,7 +22,7 @@ class Status(Mark):
 
 MATCHED = Status("✓", "matched", means="ours, rounded to the paper's printed digits, is the paper's number", counted="{} match")
 TRUNCATED = Status(
-    "✓ᵗ", "matched, truncated", means="ours is the paper's number when its further digits are cut off", counted="{} match when cut off"
+    "✓", "matched, truncated", means="ours is the paper's number when its further digits are cut off", counted="{} match when cut off"
 )
 FITTED = Status(
     "≈",
@@ -31,7 +31,7 @@ FITTED = Status(
     counted="{} agree by a fitted convention",
 )
 DECLARED = Status(
-    "=",
+    "≈",
     "declared",
     means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
     counted="{} are settings that we declare",
@@ -50,7 +50,7 @@ INCONSISTENT = Status(
     counted="in {} the paper contradicts itself",
 )
 NOT_MEASURABLE = Status(
-    "∅",
+    "–",
     "not measurable as described",
     means="nobody can have measured this under the conditions that the paper names; the page lists the computation",
     counted="{} cannot be measured as described",
@@ -58,8 +58,7 @@ NOT_MEASURABLE = Status(
 NOT_MEASURED = Status(
     "–",
     "not measured",
-    means="we have no number under the paper's conditions, and the page lists reasons and commands; with ᶜ, it is consistent with the paper's "
-    "other numbers",
+    means="we have no number under the paper's conditions, and the page lists reasons and commands",
     counted="{} are not measured",
 )
 OUT_OF_SCOPE = Status(
@@ -72,7 +71,15 @@ STATUSES = {
     each.word: each
     for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED, OUT_OF_SCOPE)
 }
-CONSISTENT = Mark("–ᶜ", NOT_MEASURED.word, "not measured, consistent with the paper's tables")
+# what the marks say to a reader of a page; statuses that ask nothing different of the reader share a mark
+LEGEND = {
+    "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
+    "≈": "ours agrees, and is no evidence: a convention that was fitted to such rows, or a setting that was copied from the paper",
+    "≠": "ours is another number, and ours − paper is in parentheses; with ᵉ, a computation or a source shows why",
+    "⚠": "the paper contradicts itself, and no rounding explains it",
+    "–": "not measured, or nobody can have measured it as described; the page says why",
+    "○": "out of scope: it needs a model of another field than vision",
+}
 KINDS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",
@@ -146,8 +153,7 @@ class Verdict:
     @property
     def mark(self) -> Mark:
         """The mark of the status."""
-        is_consistent = self.status == NOT_MEASURED.word and self.checks and not self.violations
-        return CONSISTENT if is_consistent else STATUSES[self.status]
+        return STATUSES[self.status]
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:

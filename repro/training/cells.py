@@ -146,6 +146,8 @@ def train_cell(cell: Cell) -> None:
         write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
     write_record(cell.folder, metrics, identity, seconds, scores=cell.spec.scores)
     if job.task.device.type == "cuda":
+        code = [*_code_of(cell), "repro.measure.speed"]  # it makes the record one of speed
+        identity = make_identity(cell.paths.root, code, cell.params, data_manifest=cell.inputs[0], **place)
         record_speed(cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds)
     for outcome in outcomes.values():
         shutil.rmtree(outcome.state, ignore_errors=True)

@@ -99,7 +99,7 @@ def measure_throughput(cell: Cell) -> float | None:
     metrics |= {"batch_size": batch_size, "noisy": find_noise(row), "weights_hash": _hash_weights(cell, "metrics.json"), **shown}
     if row["status"] != "ok":
         metrics |= {f"{name}_reason": row["reason"] for name in ("throughput_img_per_s", "latency_ms")}
-    code = [f"stages.{cell.stage}", family_module(params.model)]
+    code = [f"stages.{cell.stage}", "repro.measure.speed", family_module(params.model)]
     identity = make_identity(cell.paths.root, code, params, backend=str(row["backend"]), **shown)
     write_record(cell.folder, metrics, identity, time.monotonic() - started, name="speed")
     return row["throughput_img_per_s"]

@@ -156,7 +156,7 @@ def test_it_fits_reads_and_is_photographed(open_page, viewport, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 5 and min(contrasts.values()) >= 4.5, contrasts
-    for anchor in ("content", "the-ledger", "table-1-imagenet-1k-classification", "figures", "example-pictures", "provenance"):
+    for anchor in ("content", "the-ledger", "table-1-imagenet-1k-classification", "figures", "example-pictures", "not-measured-and-why"):
         page.evaluate("anchor => document.getElementById(anchor).scrollIntoView()", anchor)
         page.screenshot(path=SHOTS / f"{viewport['width']}_{scheme}_{anchor}.png")
     page.evaluate("document.getElementById('the-ledger').scrollIntoView()")
@@ -201,7 +201,7 @@ def test_each_paper_has_a_tab_and_links_open_theirs(browser, tmp_path):
     assert first.is_visible() and second.is_hidden() and page.locator("nav ol:visible").count() == 1
     page.click('.tab[data-paper="other"]')
     assert first.is_hidden() and second.locator("#other-ledger tbody tr:visible").count() == 1
-    page.evaluate("location.hash = '#provenance'")
+    page.evaluate("location.hash = '#not-measured-and-why'")
     first.wait_for(state="visible")
     assert second.is_hidden()
     page.close()

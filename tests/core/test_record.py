@@ -10,6 +10,7 @@ import numba
 import pytest
 
 from repro.core.errors import UserError
+from repro.core.freshness import hash_number
 from repro.core.hashing import hash_code, hash_files, import_closure
 from repro.core.record import atomic, find_command, make_identity, read_json, read_record, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
@@ -179,7 +180,7 @@ def test_identity_holds_what_explains_a_number(checkout):
     manifest = checkout / "manifest.json"
     manifest.write_text("{}")
     base = identity()
-    keys = "code_hash code_modules command parent_commit params_hash data_manifest_hash device machine dtype backend versions"
+    keys = "code_hash number_hash code_modules command parent_commit params_hash data_manifest_hash device machine dtype backend versions"
     assert set(base) - {"command_reason"} == set(keys.split())
     assert base["parent_commit"] is None, "this checkout is no Git repository"
     assert base["versions"]["python"] == sys.version.split()[0]
@@ -194,6 +195,7 @@ def test_anyone_can_compute_the_code_hash_of_a_record_again(checkout):
     found = make_identity(checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), device="cpu", dtype="fp32", backend="none")
     assert found["code_modules"] == ["stages.report", "stages.train"]
     assert found["code_hash"] == hash_code(checkout, found["code_modules"])
+    assert found["number_hash"] == hash_number(checkout, found["code_modules"])
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_the_table_has_means_and_intervals(three):
         in found
     )
     assert "50 steps of DDPM with guidance 2." in found and "nothing here is compared with it" in found
-    shares = "95.0 % [82.6, 100.0] | 97.5 % | cpu: some processor, 2 threads; run by hand |"  # no share is above 100 %
+    shares = "95.0 % [82.6, 100.0] | 97.5 % | cpu: some processor, 2 threads; outside the pipeline |"  # no share is above 100 %
     assert f"| `dit3_nano_patch1` | 169,681 | 3 | 0.0520 [0.0470, 0.0570] | {shares}" in found
     rows = [line.split("`")[1] for line in found.splitlines() if line.startswith("| `dit")]
     assert rows == ["dit3_nano_patch1", "dit_nano_patch1[cpe=True]", "dit_nano_patch1"]  # by their losses

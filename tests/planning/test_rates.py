@@ -31,12 +31,12 @@ def test_a_measured_speed_is_the_slowest_of_one_gpu():
     l40s = "cuda: NVIDIA L40S"
     useless = [("m", "pretrain", "cpu: AMD EPYC", 1.0, 1), ("other", "pretrain", l40s, 1.0, 1), ("m", "pretrain", l40s, 1.0, None)]
     useless.append(("m", "detect", l40s, 1.0, 1))
-    assert find_measured(make_results(*useless), "m", ("pretrain", "ablate")) is None
-    measured = [("m", "pretrain", l40s, 2000.0, 2), ("m", "ablate", "cuda: NVIDIA H200", 3000.0, 1)]
-    found = find_measured(make_results(*measured, *useless), "m", ("pretrain", "ablate"))
+    assert find_measured(make_results(*useless), "m", ("pretrain", "ablate"), "L40S") is None
+    measured = [("m", "pretrain", l40s, 2000.0, 2), ("m", "ablate", l40s, 3000.0, 1), ("m", "ablate", "cuda: NVIDIA H200", 1.0, 1)]
+    found = find_measured(make_results(*measured, *useless), "m", ("pretrain", "ablate"), "l40s")
     assert (found.img_per_s, found.source) == (1000.0, "measured")
     assert "NVIDIA L40S" in found.note and "results/measured/device/pretrain/cell.json" in found.note
-    assert find_measured(make_results(*useless), "m", ("detect",)).img_per_s == 1.0
+    assert find_measured(make_results(*useless), "m", ("detect",), "L40S").img_per_s == 1.0
 
 
 def test_a_given_speed_is_of_a_model_with_or_without_its_options():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from repro.core.freshness import hash_number
 from repro.core.paths import Paths
 from repro.core.record import write_record
 from repro.papers import load_primary
@@ -99,8 +100,11 @@ class Checkout:
 
     def record(self, path: str, metrics: dict, device: str = CPU, dtype: str = "fp32", name: str = "metrics") -> None:
         """Write results/<path>/<name>.json and its run.json."""
+        code = [f"stages.{path.split('/')[0]}"]
         identity = {
             "code_hash": "c0de",
+            "code_modules": code,
+            "number_hash": hash_number(self.paths.root, code),
             "command": f"repro {path.split('/')[0]}",
             "machine": {"vector": "AVX2"},
             "params_hash": "9a4a",

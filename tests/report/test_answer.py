@@ -1,7 +1,8 @@
-"""What a page opens with and README shows: every number from a record, with its device, profile and scope, whomever it speaks for."""
+"""What a page opens with and README shows: every number from a record, with what it was measured on, whomever it speaks for."""
 
 import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +12,13 @@ from repro.core.record import read_json
 from repro.core.runtime import RUN_BEGAN
 from repro.measure.adapted import adapted_cost
 from repro.measure.flops import cost
-from repro.report.answer import answer_blocks, readme_blocks
-from repro.report.claims import judge_paper
+from repro.papers import load_papers
+from repro.report.answer import answer_blocks, judge_question, readme_blocks, verdict_block
+from repro.report.claims import Report, judge_paper
 from repro.report.contest import find_speeds
 from repro.report.markdown import render_blocks
 from repro.report.results import Results
+from repro.report.verdicts import EXPLAINED, FITTED, INCONSISTENT, MATCHED, NOT_MEASURED, TRUNCATED, UNEXPLAINED
 from stages import stage_names, verb_of
 from stages.report import ReportParams, load_scores, run
 
@@ -29,6 +32,15 @@ ROWS = (  # model, attention, size, ms, MiB
     (DEIT, "fused", 1280, 2500.0, 190.0),
     (DEIT, "unfused", 1280, None, None),
 )
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[Report]:
+    """What the records of this repository come to, for every paper."""
+    paths, papers = Paths(ROOT), list(load_papers().values())
+    results = Results(paths, papers, load_scores(paths))
+    verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
+    return [judge_paper(paper, results, speed_dtype="fp16", verbs=verbs, profile=named) for paper in papers]
 
 
 def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **more):
@@ -53,10 +65,9 @@ def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **m
     )
 
 
-def facts(checkout, readme: bool = False) -> dict[str, list[str]]:
-    """What -> [ours, scope] of the table on top of the page, or of README's."""
-    report = checkout.report()
-    block = readme_blocks(report)["results"] if readme else render_blocks(answer_blocks(report))
+def facts(checkout) -> dict[str, list[str]]:
+    """What -> [ours, measured on] of the table on top of the page."""
+    block = render_blocks(answer_blocks(checkout.report()))
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()[2:] if line.startswith("|")]
     return {row[0]: row[1:] for row in rows}
 
@@ -68,7 +79,7 @@ def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
     ours, scope = facts(checkout)["parameters of the paper's own model"]
     # of T: Table 1, Table 3's last row and Table 4's last; of S: Table 1. B has 104 M here, and the paper 102
     assert ours == "Vittt-T/S/B 6.983 / 26.36 / 104 M (paper: 7 / 26 / 102); 4 of 24 match"
-    assert scope == f"{checkout.CPU}; the mini profile"
+    assert scope.startswith(checkout.CPU)
     ours, _ = facts(checkout)["multiply-adds (FLOPs) of the paper's own model"]
     assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")  # 1.4575 is cut to 1.4, 5.345 rounds to 5.3
 
@@ -118,10 +129,10 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     found = facts(checkout)
     ours, scope = found["Vittt-T against DeiT-T at 224²"]
     assert "Vittt-T: 40.0 ms, 60.0 MiB; DeiT-T, fused: 10.0 ms, 50.0 MiB (Vittt-T 0.250× as fast)" in ours
-    assert scope == f"{checkout.CPU}, batch 1, fp32, infer; run by hand"
+    assert scope.startswith(f"{checkout.CPU}, batch 1, fp32, infer")
     ours, scope = found["Vittt-T against DeiT-T at 1280²"]
-    assert "2500 ms, 190 MiB (Vittt-T 2.50× as fast); DeiT-T, unfused: oom" in ours and scope == "the same"
-    assert found["anything on a GPU"] == ["**not measured**", "no record is of a GPU"]
+    assert "2500 ms, 190 MiB (Vittt-T 2.50× as fast); DeiT-T, unfused: oom" in ours and scope.startswith(checkout.CPU)
+    assert found["anything on a GPU"][0] == "**not measured**"
 
 
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
@@ -144,64 +155,18 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
     numbers = {"parameters": 24, "multiply-adds": 25, "accuracies": 65, "speeds": 16}
     for word, number in numbers.items():
         (row,) = [row for label, row in found.items() if word in label]
-        assert row[0] == f"0 of {number} match; none is measured" and row[1] not in ("", "–")
-    assert "picture" not in readme_blocks(checkout.report())
-    assert list(facts(checkout, readme=True)) == list(found)
-
-
-def test_runs_on_embedded_data_name_seeds_intervals_and_what_needs_no_learning(checkout):
-    checkout.train(
-        "pretrain/v", "vittt_nano_patch16_144", "digits", top1=(96.0, 98.0), held_out_images=359, top1_ci95_percent=[84.3, 109.7], epochs=7
-    )
-    checkout.train("baselines/d", "deit_nano_patch16_144", "digits", top1=15.0, held_out_images=359, epochs=7)
-    scores = {"ap_box_percent": 23.5, "ap50_box_percent": 40.9}
-    reference = {"ap_box_percent": 24.3, "ap50_box_percent": 29.6}
-    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=100, epochs=7, without_learning=reference, **scores)
-    found = facts(checkout)
-    ours, scope = found["top1 on embedded digits"]
-    assert ours == "vittt_nano 97.0 % [84.3, 100.0], deit_nano 15.0 %"
-    assert "359 held-out images, 7 epochs, one seed or 2 seeds" in scope and scope.startswith(f"{checkout.CPU}; the mini profile")
-    ours, _ = found["box AP on embedded scenes"]
-    assert ours == "vittt_nano: box AP 23.5 %, AP50 40.9 %; without learning: box AP 24.3 %, AP50 29.6 %"
-
-
-@pytest.mark.parametrize(
-    ("more", "shown"),
-    [
-        ({}, "vittt_nano 95.0 % [92.5, 97.5]"),  # the same training, with five seeds
-        ({"recipe_hash": "another"}, "vittt_nano 97.0 %"),
-        ({"options": {"design": "dual"}}, "vittt_nano 97.0 %"),
-        ({"top1": 95.0}, "vittt_nano 97.0 %"),  # by hand with one seed
-    ],
-)
-def test_a_repeat_by_hand_with_more_seeds_stands_for_the_pipelines_record(checkout, more, shown):
-    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359, epochs=7)
-    usual = {"top1": (94.0, 94.5, 95.0, 95.5, 96.0), "top1_ci95_percent": [92.5, 97.5], "held_out_images": 359, "epochs": 7}
-    checkout.train("measured/gpu/pretrain/v", "vittt_nano_patch16_144", "digits", **{**usual, **more})
-    ours, scope = facts(checkout)["top1 on embedded digits"]
-    assert ours == f"vittt_nano: top1 {shown.removeprefix('vittt_nano ')}, top5 99.0 %"
-    is_repeat = "[" in shown
-    assert ("; run by hand;" in scope, "5 seeds" in scope) == (is_repeat, is_repeat)
-
-
-def test_a_mix_of_the_pipelines_records_and_of_repeats_says_so(checkout):
-    """The pipeline's record is not replaced by one with fewer seeds."""
-    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359)
-    checkout.train("baselines/d", "deit_nano_patch16_144", "digits", top1=(15.0, 16.0), held_out_images=359)
-    checkout.train("measured/gpu/v", "vittt_nano_patch16_144", "digits", top1=(94.0, 96.0), held_out_images=359)
-    checkout.train("measured/gpu/d", "deit_nano_patch16_144", "digits", top1=80.0, held_out_images=359)
-    ours, scope = facts(checkout)["top1 on embedded digits"]
-    assert ours == "vittt_nano 95.0 %, deit_nano 15.5 %" and "; run by hand and the mini profile;" in scope and scope.count("2 seeds") == 1
+        assert row[0] == f"not measured ({number})" and row[1] not in ("", "–")
+    assert "picture" not in readme_blocks([checkout.report()])
 
 
 def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
     speeds(checkout)
-    text = "# Title\n\n<!-- results -->\nold\n<!-- /results -->\n\nbetween\n\n<!-- picture -->\n<!-- /picture -->\n\nend\n"
+    text = "# Title\n\n<!-- verdict -->\nold\n<!-- /verdict -->\n\nbetween\n\n<!-- picture -->\n<!-- /picture -->\n\nend\n"
     readme = checkout.write("README.md", text)
     run(ReportParams(), checkout.paths, html=False)
     written = readme.read_text(encoding="utf-8")
-    blocks = readme_blocks(checkout.report())
-    expected = text.replace("\nold\n", f"\n{blocks['results']}\n").replace("<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n")
+    blocks = readme_blocks([checkout.report()])
+    expected = text.replace("\nold\n", f"\n{blocks['verdict']}\n").replace("<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n")
     assert written == expected and "](results/figures/readme_resolution.png)" in written
     assert (checkout.paths.results / "figures" / "readme_resolution.png").is_file()
     checkout.write("README.md", "# Without markers\n")
@@ -216,7 +181,7 @@ def timed(checkout):
     checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359)
     checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=10)
     checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
-    checkout.write("README.md", "<!-- results -->\n<!-- /results -->\n")
+    checkout.write("README.md", "<!-- run -->\n<!-- /run -->\n")
     files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
     for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
         file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')
@@ -228,12 +193,10 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the
         if gone:
             gone.unlink()
         run(ReportParams(), checkout.paths, html=False)
-        assert (
-            f"| the stages of `make reproduce` | 2 min | {checkout.CPU}; the mini profile |"
-            in (checkout.paths.root / "README.md").read_text()
-        )
+        assert "make reproduce" in (text := (checkout.paths.root / "README.md").read_text()) and ": 2 minutes\n" in text
     noted = read_json(checkout.paths.results / "pipeline.json")
     assert (noted["seconds"], noted["jobs"]) == (131, 1) and noted["commits"] == ["0123456789abcdef"]
+    assert {"complexity", "pretrain@v", "detect@v"} == set(noted["stages"]) and sum(noted["stages"].values()) == 131
 
 
 @pytest.mark.parametrize(
@@ -250,18 +213,40 @@ def test_the_time_of_stages_that_ran_at_once_is_that_of_their_run(checkout, time
     run(ReportParams(), checkout.paths, html=False)
     noted = read_json(checkout.paths.results / "pipeline.json")
     assert (noted["seconds"], noted["jobs"]) == expected
-    at_once = ", 2 at once" if expected[1] == 2 else ""
-    assert f"| {expected[0] / 60:.0f} min{at_once} |" in (checkout.paths.root / "README.md").read_text()
+    assert f": {expected[0] / 60:.0f} minutes\n" in (checkout.paths.root / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["results", "picture"])
-def test_this_readme_is_what_the_committed_records_give(paper, name):
+@pytest.mark.parametrize("name", ["verdict", "picture", "papers", "run"])
+def test_this_readme_is_what_the_committed_records_give(committed, name):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, opened, rest = readme.partition(f"<!-- {name} -->\n")
-    if not opened:
-        pytest.skip(f"README.md has no block {name} yet")
-    paths = Paths(ROOT)
-    results = Results(paths, [paper], load_scores(paths))
-    verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
-    report = judge_paper(paper, results, speed_dtype="fp16", verbs=verbs, profile=named)
-    assert rest.partition(f"\n<!-- /{name} -->")[0] == readme_blocks(report)[name]
+    assert readme.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0] == readme_blocks(committed)[name]
+
+
+def test_what_the_verdict_says_of_speed_is_what_the_committed_rows_give(committed):
+    """The ratios at the largest size and the sizes up to which the model is slower, recomputed from the record's own rows."""
+    report = committed[0]
+    rows = read_json(ROOT / find_speeds(report.paper.contest, report.results).source.path)["metrics"]["rows"]
+    times = {(row["model"], row["attention"], row["image_size"][0]): row["latency_ms"] for row in rows if row.get("run", 1) == 1}
+    (said,) = [line for line in render_blocks([verdict_block(report)]).splitlines() if "times as fast" in line]
+    for attention in ("unfused", "fused"):
+        ratios = {size: times[DEIT, attention, size] / ms for (model, _, size), ms in times.items() if model == VITTT}
+        assert f"{ratios[max(ratios)]:.2f} times as fast" in said and f"at {max(ratios)}² pixels" in said
+        assert f"up to {max(size for size, ratio in ratios.items() if ratio < 1)}² than {attention}" in said
+
+
+@pytest.mark.parametrize(
+    ("statuses", "verb"),
+    [
+        ({MATCHED: 3, TRUNCATED: 1}, "reproduce"),
+        ({MATCHED: 2, UNEXPLAINED: 2}, "mostly reproduce"),
+        ({MATCHED: 1, EXPLAINED: 1, INCONSISTENT: 1}, "do not reproduce"),
+        ({FITTED: 3, MATCHED: 1}, "agree only by a fitted convention"),
+    ],
+)
+def test_the_verb_of_the_verdict_follows_the_statuses(statuses, verb):
+    own = [SimpleNamespace(status=status.word, ours=1.0) for status, count in statuses.items() for _ in range(count)]
+    assert judge_question(own)[0] == verb
+
+
+def test_what_nobody_measured_was_not_tested():
+    assert judge_question([SimpleNamespace(status=NOT_MEASURED.word, ours=None)] * 5) == ("were not tested", "5 numbers")

@@ -15,7 +15,7 @@ from tests.slow import first
 
 ROOT = Path(__file__).parents[2]
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
-MARKERS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n\n" for name in ("results", "picture", "verbs"))
+MARKERS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n\n" for name in ("verdict", "picture", "verbs"))
 SPEEDUP = "text.abstract.speedup_1280_t"
 
 
@@ -86,7 +86,7 @@ def test_a_status_that_is_typed_by_hand_is_found(reported, capsys, name, old, ne
 
 @pytest.mark.parametrize(
     ("block", "old", "new"),
-    first([("results", "0 of 65 match", "60 of 65 match"), ("picture", "logarithmic", "linear"), ("verbs", "report", "reports")]),
+    first([("verdict", "were not tested", "were all reached"), ("picture", "logarithmic", "linear"), ("verbs", "report", "reports")]),
 )
 def test_a_number_of_readme_that_no_record_has_is_found(reported, capsys, block, old, new):
     edit(reported, "README.md", old, new)
@@ -98,7 +98,7 @@ def test_what_is_missing_or_was_measured_anew_is_found(reported, capsys):
     assert check(reported, capsys) == ["results/claims.csv, which is missing"]
     run(ReportParams(), reported.paths, html=False)
     reported.count(t=(VITTT, {}, 224, 7_983_116, 1.4575))
-    assert check(reported, capsys) == ["README.md, block results", "results/claims.csv", "results/claims.json", "results/tables.md"]
+    assert check(reported, capsys) == ["README.md, block verdict", "results/claims.csv", "results/claims.json", "results/tables.md"]
 
 
 def test_prose_outside_the_blocks_is_nobodys_output(reported, capsys):

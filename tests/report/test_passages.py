@@ -95,8 +95,8 @@ def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(check
     assert "ahead of it in AP50 (+10.0 points); behind it in box AP (-0.5 points) and mask AP (-0.5 points) (one seed)." in said
     expected = "behind it in mask AP (-0.5 points); not separated from it in box AP (-0.5 points) (5 seeds)."
     assert f"ahead of it in AP50 (+10.0 points); {expected}" in said
-    assert f"| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | {checkout.CPU}; the mini profile |" in said
-    assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "run by hand" in said
+    assert f"| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | {checkout.CPU}; the mini settings |" in said
+    assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "outside the pipeline" in said
     assert said.count("| without learning | – | – | – | – | 25.5 % | 30.0 % | 20.5 % | – |") == 1
 
 

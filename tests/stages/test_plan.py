@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.config import load_yaml
+from repro.core.config import load_section, load_yaml, params_hash
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
+from repro.core.record import read_json, write_json, write_record
+from repro.core.runtime import cpu_name
 from repro.data.kinds import KINDS
 from repro.measure.flops import cost
 from repro.papers import load_primary
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.planning.planner import Rates, plan_costs
 from repro.report.demands import demands
+from repro.tasks.classification.spec import SPEC
 from stages import load_stages
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +67,7 @@ def test_hours_and_disk_of_the_paper_profile(paper_plan):
     disk_gb = sum(KINDS[cell["kind"]].size_gb or 0 for cell in PAPER["prepare_data"].values())
     for command, cell in trained:
         found, seeds = row(paper_plan, command), len(cell.get("seeds", [0]))
-        assert found.gpu_hours == pytest.approx(seeds * SECONDS * cell["epochs"] / 300 / 3600)
+        assert found.hours == pytest.approx(seeds * SECONDS * cell["epochs"] / 300 / 3600)
         num_params = cost(cell["model"], cell.get("options", {}), (224, 224)).num_params
         # of each seed two states of the weights, two moments and perhaps an average, the snapshots twice and the weights; one more state,
         # and the results
@@ -76,14 +79,14 @@ def test_hours_and_disk_of_the_paper_profile(paper_plan):
         found = row(paper_plan, f"repro generate --cell {name}")
         counted = cost(cell["model"], {}, (32, 32))
         images = cell["epochs"] * cell["steps_per_epoch"] * cell["batch_size"]
-        assert found.gpu_hours == pytest.approx(images * counted.macs * 2 * 3 / (312e12 * 0.3) / 3600)
+        assert found.hours == pytest.approx(images * counted.macs * 2 * 3 / (312e12 * 0.3) / 3600)
         assert found.disk_gb == pytest.approx((8 + 1 + 4 + 1) * 4 * counted.num_params / 1e9)
         disk_gb += found.disk_gb
     assert paper_plan.total("disk_gb") == pytest.approx(disk_gb)
     efficiency = PAPER["efficiency"]
     models = 3 * len(efficiency["sizes"]) + len(efficiency["others"])  # Vittt, and DeiT with two kinds of attention
     rows = models * len(efficiency["image_sizes"])
-    assert row(paper_plan, "dvc repro efficiency").gpu_hours == pytest.approx(rows * efficiency["budget_s"] / 3600)
+    assert row(paper_plan, "dvc repro efficiency").hours == pytest.approx(rows * efficiency["budget_s"] / 3600)
     unknown = [f"dvc repro {stage}@{name}" for stage in ("detect", "segment") for name in PAPER[stage]]
     drawn = [f"dvc repro prepare_data@{name}" for name in ("imagenet_latents", "connect_hard", "scenes_hard")]
     assert set(paper_plan.unknown) == {*unknown, *drawn, "dvc repro visualize", "dvc repro resolution"}
@@ -112,7 +115,7 @@ def test_numbers_of_table_2_that_the_paper_profile_would_give(paper_plan, place,
 
 def test_the_printed_plan(checkout, repro_cli):
     """2 epochs of 1079 images at 0.01 images per second are 59.9 hours, 0.3 days on 8 GPUs."""
-    code, out, err = repro_cli("plan", "--gpus", "8", "--img-per-s", f"{NANO}=0.01")
+    code, out, err = repro_cli("plan", "--gpu", "A100", "--gpus", "8", "--img-per-s", f"{NANO}=0.01")
     assert (code, err) == (0, "")
     lines = [re.split(r"  +", line) for line in out.splitlines()]
     assert lines[0] == ["command", "for (numbers that need it)", "GPU-hours", "days on 8", "disk GB", "basis"]
@@ -120,7 +123,8 @@ def test_the_printed_plan(checkout, repro_cli):
     assert data[:5] == ["dvc repro prepare_data@digits", "–", "0", "0", "<0.1"]
     assert imagenet == ["dvc repro prepare_data@imagenet", "–", "0", "0", "150.0", "CPU only; size as published"]
     assert nano == ["dvc repro pretrain@nano", "–", "59.9", "0.3", "<0.1", "2 epochs of 1,079 images at 0 img/s, given"]
-    assert lines[4] == ["total: 59.9 GPU-hours, 0.3 days if 8 GPUs are 8 times as fast as one; disk 150.0 GB"]
+    assert lines[4] == ["planned for: A100, as asked"]
+    assert lines[5] == ["total: 59.9 GPU-hours, 0.3 days if 8 GPUs are 8 times as fast as one; disk 150.0 GB"]
     assert "the paper's numbers that could then be compared with ours: Table 1 0 of " in out
     assert not list((checkout / "results").glob("pretrain"))  # nothing was started
 
@@ -129,7 +133,7 @@ def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli, monkeypatch
     (checkout / "profiles").unlink()
     (checkout / "profiles").mkdir()
     (checkout / "profiles" / "short.yaml").write_text((checkout / "params.yaml").read_text().replace("epochs: 2", "epochs: 6", 1))
-    code, out, _ = repro_cli("plan", "--profile", "short")
+    code, out, _ = repro_cli("plan", "--profile", "short", "--gpu", "H100")
     assert code == 0 and out.startswith("first: repro profile use short\n") and "6 epochs of 1,079 images" in out
 
 
@@ -138,9 +142,65 @@ def test_a_measured_speed_is_read_from_its_record(checkout, repro_cli):
     file.parent.mkdir(parents=True)
     metrics = {"model": NANO, "options": {"depth": 1}, "processes": 2, "throughput_img_per_s": 4.0}
     file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
-    code, out, _ = repro_cli("plan")
+    code, out, _ = repro_cli("plan", "--gpu", "l40s")
     assert code == 0 and "2 epochs of 1,079 images at 2 img/s, measured" in out
     assert "measured: vittt_nano_patch16_144[depth=1], 2 img/s in training on cuda: NVIDIA L40S (results/measured/l40s/pretrain/" in out
+
+
+@pytest.fixture
+def trained(checkout):
+    """A checkout on this CPU whose cell was trained in 120 seconds, over 2 epochs; and its record's folder."""
+    folder, params = checkout / "results" / "pretrain" / "nano", checkout / "params.yaml"
+    identity = {"device": "cpu: X, 1 thread", "machine": {"cpu": cpu_name()}}
+    identity["params_hash"] = params_hash(load_section(SPEC.params, params, "pretrain", "nano"))
+    metrics = {"model": NANO, "seeds": [0], "epochs": 2, "by_seed": [{"seed": 0}], "top1_percent": 9.0}
+    write_record(folder, metrics, identity, 120.0, scores=SPEC.scores)
+    return folder
+
+
+def plan_nano(repro_cli):
+    """The minutes of the cell, its basis, and all that is printed."""
+    code, out, err = repro_cli("plan")
+    assert (code, err) == (0, "")
+    (line,) = (line for line in out.splitlines() if line.startswith("dvc repro pretrain@nano"))
+    _, _, minutes, _, basis = re.split(r"  +", line)
+    return minutes, basis, out
+
+
+def test_a_cpu_is_planned_by_what_ran_on_one(checkout, trained, repro_cli):
+    """A cell of 120 seconds over 2 epochs takes 2 minutes, over 6 epochs 6 minutes; never the hours of a GPU."""
+    minutes, basis, out = plan_nano(repro_cli)
+    assert (minutes, basis) == ("2.0", "measured on this CPU") and "img/s" not in out and "GPU-hours" not in out
+    params = checkout / "params.yaml"
+    text = params.read_text()
+    params.write_text(text.replace("epochs: 2", "epochs: 6", 1))
+    assert plan_nano(repro_cli)[0] == "6.0"
+    params.write_text(text.replace("batch_size: ", "batch_size: 1", 1))
+    minutes, basis, _ = plan_nano(repro_cli)
+    assert minutes == "unknown" and basis.startswith("not measured")
+
+
+def test_a_fresh_clone_plans_by_the_committed_seconds_and_another_machines_are_an_estimate(checkout, trained, repro_cli):
+    (trained / "run.json").unlink()
+    noted = {"seconds": 60, "jobs": 1, "origin": "a CPU", "stages": {"pretrain@nano": 60.0}}
+    write_json(checkout / "results" / "pipeline.json", noted)
+    assert plan_nano(repro_cli)[:2] == ("1.0", "measured on this CPU")
+    details = read_json(trained / "details.json")
+    details["identity"]["machine"]["cpu"] = "another CPU"
+    write_json(trained / "details.json", details)
+    minutes, basis, _ = plan_nano(repro_cli)
+    assert minutes == "1.0" and "estimate" in basis and "another CPU" in basis
+    write_json(checkout / "results" / "pipeline.json", {**noted, "stages": {}})
+    assert plan_nano(repro_cli)[0] == "unknown"
+
+
+def test_the_hours_of_a_profile_for_gpus_name_the_gpu(checkout, repro_cli):
+    params = checkout / "params.yaml"
+    params.write_text(params.read_text().replace("epochs: 2", "precision: bf16\n    epochs: 2", 1))
+    code, out, _ = repro_cli("plan")
+    assert code == 0 and "GPU-hours" in out and "planned for: one A100" in out and "A100, 312 TFLOP/s" in out
+    code, out, _ = repro_cli("plan", "--gpu", "H100")
+    assert code == 0 and "planned for: H100" in out and "H100, 989.4 TFLOP/s" in out
 
 
 @pytest.mark.parametrize(
@@ -148,8 +208,10 @@ def test_a_measured_speed_is_read_from_its_record(checkout, repro_cli):
     [
         (["--img-per-s", "vittt_nano_patch16=5"], f"no cell trains this model; did you mean '{NANO}'?"),
         (["--img-per-s", f"{NANO}=fast"], "expected MODEL=NUMBER"),
+        (["--gpu", "K80"], "K80: its peak is not in our table"),
         (["--tflops", "0"], "--tflops 0.0: expected a number above 0"),
         (["--utilisation", "30"], "at most 1"),
+        (["--gpus", "8"], "name a GPU with --gpu"),
         (["--gpus", "0"], "expected 1 or more"),
         (["--profile", "papr"], "profile papr: no such profile; did you mean 'paper'?"),
     ],
@@ -170,5 +232,5 @@ def test_cells_that_do_not_fit_together(checkout, repro_cli):
         code, _, err = repro_cli("plan")
         assert code == 2 and says in err
     params.write_text(text + "some_stage:\n  some_cell: {}\n")
-    code, out, _ = repro_cli("plan")
+    code, out, _ = repro_cli("plan", "--gpu", "A100")
     assert code == 0 and "of unknown cost, not in the total: dvc repro some_stage" in out

@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from repro.core.config import load_section
-from repro.core.hashing import hash_code
+from repro.core.freshness import OLDER_VERSION, OTHER_CODE
 from repro.core.paths import Paths
 from repro.core.record import make_identity, write_json, write_record
 from repro.data.settings import DigitsSettings
-from repro.graph import OLDER_VERSION, OTHER_CODE, REPEATED, find_old_records, find_status
+from repro.graph import find_old_records, find_status
 from repro.tasks.classification.spec import SPEC
 from repro.training.job import Cell
 from stages import load_stages
@@ -72,52 +72,38 @@ def test_each_state(project):
 def make_records(root):
     """Records of two modules: their own cells, a seed's, one with a name, one of an older version, and files that are no records."""
     for name, text in (("__init__", ""), ("a", "x = 1\n"), ("b", "x = 1\n")):
-        (root / "repro").mkdir(exist_ok=True)
-        (root / "repro" / f"{name}.py").write_text(text)
+        (root / "repro" / "models").mkdir(parents=True, exist_ok=True)
+        (root / "repro" / "models" / f"{name}.py").write_text(text)
 
     def record(folder, module, name="metrics", **without):
         identity = make_identity(root, [module], DigitsSettings(), device="cpu", dtype="fp32", backend="none")
         identity = {key: value for key, value in identity.items() if key not in without}
         write_record(root / "results" / folder, {}, identity, 1.0, name=name)
 
-    record("train/one", "repro.a")
-    record("train/one/seeds", "repro.a", name="0")
-    record("train/two", "repro.b")
-    record("measured/cpu/train/one", "repro.a")
-    record("measured/cpu/train/one", "repro.a", name="speed")
-    record("count", "repro.a", code_modules=None)
+    record("train/one", "repro.models.a")
+    record("train/one/seeds", "repro.models.a", name="0")
+    record("train/two", "repro.models.b")
+    record("measured/cpu/train/one", "repro.models.a")
+    record("measured/cpu/train/one", "repro.models.a", name="speed")
+    record("count", "repro.models.a", code_modules=None)
     write_json(root / "results" / "environment" / "metrics.json", {"metrics": {}, "identity": {"versions": {}}})
     write_json(root / "results" / "list.json", [])
 
 
-def test_records_that_other_code_made_are_named(tmp_path):
+def test_records_that_older_code_made_are_named(tmp_path):
     make_records(tmp_path)
     older = {OLDER_VERSION: ["results/count/metrics.json"]}
-    assert find_old_records(Paths(tmp_path)) == older
-    (tmp_path / "repro" / "a.py").write_text('"""A comment changes nothing."""\nx = 1  # one\n')
-    assert find_old_records(Paths(tmp_path)) == older
-    (tmp_path / "repro" / "a.py").write_text("x = 2\n")
+
+    def find() -> dict[str, list[str]]:
+        return {why: [record.path for record in records] for why, records in find_old_records(Paths(tmp_path)).items()}
+
+    assert find() == older
+    (tmp_path / "repro" / "models" / "a.py").write_text('"""A comment changes nothing."""\nx = 1  # one\n')
+    assert find() == older
+    (tmp_path / "repro" / "models" / "a.py").write_text("x = 2\n")
     of_a = ["measured/cpu/train/one/metrics.json", "measured/cpu/train/one/speed.json", "train/one/metrics.json"]
-    assert find_old_records(Paths(tmp_path)) == {OTHER_CODE: [f"results/{name}" for name in of_a], **older}
+    assert find() == {OTHER_CODE: [f"results/{name}" for name in of_a], **older}
     assert find_old_records(Paths(tmp_path / "empty")) == {}
-
-
-def test_a_record_whose_seed_the_present_code_trained_to_the_same_weights_is_told_apart(tmp_path):
-    make_records(tmp_path)
-    for name, module, weights in (
-        ("measured/cpu/old_same", "repro.a", ["w0", "w1"]),
-        ("measured/cpu/old_other", "repro.a", ["w2"]),
-        ("train/new", "repro.b", ["w0"]),
-        ("train/old_too", "repro.a", ["w2"]),
-    ):
-        modules = [module]
-        identity = {"code_hash": hash_code(tmp_path, modules), "code_modules": modules, "parent_commit": "0"}
-        runs = [{"seed": seed, "weights_hash": hashed} for seed, hashed in enumerate(weights)]
-        write_record(tmp_path / "results" / name, {"by_seed": runs}, identity, 1.0)
-    (tmp_path / "repro" / "a.py").write_text("x = 2\n")
-    found = find_old_records(Paths(tmp_path))
-    assert found[REPEATED] == ["results/measured/cpu/old_same/metrics.json"]
-    assert {f"results/{name}/metrics.json" for name in ("measured/cpu/old_other", "train/old_too")} <= set(found[OTHER_CODE])
 
 
 def test_records_are_grouped_by_their_folder():
@@ -135,7 +121,10 @@ def test_the_command_names_old_records_and_ends_well(project, monkeypatch, repro
     code, out, err = repro_cli("status")
     assert (code, err) == (0, "") and out.splitlines()[-1].startswith("nothing to do")
     make_records(project)
-    (project / "repro" / "b.py").unlink()
+    (project / "repro" / "models" / "b.py").unlink()
     code, out, err = repro_cli("status")
     assert (code, err) == (0, "")
     assert out.splitlines()[-5:] == [f"1 record {OTHER_CODE}:", "results/train: two", "", f"1 record {OLDER_VERSION}:", "results: count"]
+    code, out, err = repro_cli("status", "--stale")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["results/count/metrics.json", "results/train/two/metrics.json"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...report.paper import Drawing, Figure, Paper, Question, Variants, VariantTable
+from ...report.paper import Drawing, Paper, Question, Variants, VariantTable
 from . import formulas
 from .changes import changes_section, choice_section
 from .forms import PICTURE, draw_forms, find_forms, forms_section
@@ -19,7 +19,6 @@ _FORMULAS = (
     formulas.parallel_error,
     formulas.order_error,
 )
-_NOT_BUILT = "We have none: no model of language or of novel views is built here."
 _NOTES = {
     "Table 2, ViT³": "ViT³ has no row norms, rates and momentum, so that V2 is V1, and V4 and V5 are V3. The pairs are those of the text: V1 "
     "is best. `as_run` is what the authors' code computes, `vit3_v3` and `vit3_v6` what the paper derives.",
@@ -42,6 +41,7 @@ PAPER = Paper(
     questions=(
         Question(
             label="equations and theorems",
+            says="equations and theorems",
             entries=(
                 "text.4_2.negated",
                 "text.4_2.theorem",
@@ -53,20 +53,10 @@ PAPER = Paper(
             ),
         ),
         Question(label="what has a parallel form, and what has none", entries=("text.6_2.exists", "text.6_2.kernel", "text.6_2.norm")),
-        Question(label="accuracies on ImageNet-1K", entries=("table?.*.top1_percent",)),
+        Question(
+            label="accuracies on ImageNet-1K", says="accuracies", why="they take ImageNet-1K and GPUs", entries=("table?.*.top1_percent",)
+        ),
         Question(label="speeds", entries=("table2_*.*.tokens_m_per_s",)),
-    ),
-    figures=(
-        Figure(
-            place="Fig. 1",
-            shows="inner loss and score over the inner steps, of a language model and of novel views",
-            absent=f"{_NOT_BUILT} The same of classifiers is below, as numbers.",
-        ),
-        Figure(place="Fig. 2", shows="distributions of queries and keys, values and outputs, of a model of novel views", absent=_NOT_BUILT),
-        Figure(place="Fig. 3", shows="perplexity over the length of the sequence, of a language model", absent=_NOT_BUILT),
-        Figure(
-            place="Fig. 4", shows="training loss over time of the recurrent and the parallel form, of a language model", absent=_NOT_BUILT
-        ),
     ),
     drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
     pictures=(f"figures/{PICTURE}",),

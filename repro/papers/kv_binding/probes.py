@@ -28,7 +28,7 @@ def describe_probes(report: Report) -> list[Block]:
         "The weights are as they were trained, of one seed. The inner loss is −⟨F(k), v⟩ after the steps, a mean over tokens, heads and layers; "
         "of Vittt it is the squared error of a chunk."
     )
-    header = ["model", "data, images", "probe", "top-1", "with it", "inner loss after the steps", "with it", "device, profile"]
+    header = ["model", "data, images", "probe", "top-1", "with it", "inner loss after the steps", "with it", "measured on"]
     rows = [_row(source, report) for source in sources]
     return [prose(text), table(header, rows), Bullets([_judge(sources)])]
 

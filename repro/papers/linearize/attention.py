@@ -24,7 +24,7 @@ def describe_attention(report: Report) -> list[Block]:
         return [prose(f"No attention is measured yet: `{COMMAND}`.")]
     m = records[0].metrics
     about = f"Means over {m['images']} images of {m['data']}, all heads and {m['tokens']} tokens. In each cell: teacher; student before training; after."
-    header = ["student", "layer", "shift ratio of the keys", "reach (patches)", "peak", "overlap with the teacher", "device, profile"]
+    header = ["student", "layer", "shift ratio of the keys", "reach (patches)", "peak", "overlap with the teacher", "measured on"]
     rows = [row for source in records for row in _rows(source, report)]
     text = (
         "The shift ratio is ‖mean of k‖ / mean of ‖k‖; it is 1 for equal keys, and 1/√N for N independent ones. The attention of a student "

@@ -38,17 +38,24 @@ PAPER = Paper(
     questions=(
         Question(
             label="parameters",
+            says="parameters",
             entries=("table?.*.params_m", "table3_nat.*.params_m", "table1.*.new_params_m"),
             shown=tuple(f"table1.{row}.new_params_m" for row in ("projqk", "two_layers", "swiglu")),
             shown_label="new ones of ProjQK, two layers, SwiGLU",
         ),
         Question(
             label="multiply-adds (FLOPs)",
+            says="FLOPs",
             entries=("table?*.macs_g",),
             shown=("table1_softmax.softmax.macs_g", "table1.linear.macs_g", "table1.swiglu.macs_g", "table3.dwc_qk.macs_g"),
             shown_label="softmax, linear, SwiGLU, T5-T",
         ),
-        Question(label="accuracies on ImageNet-1K", entries=("table?*.top1_percent",)),
+        Question(
+            label="accuracies on ImageNet-1K",
+            says="accuracies",
+            why="they take ImageNet-1K, a pretrained DeiT and GPUs",
+            entries=("table?*.top1_percent",),
+        ),
         Question(label="speeds of SD3.5", entries=("text.large.sd_*_at_*",)),
     ),
     contest=Contest(

@@ -31,7 +31,7 @@ def describe_recovery(report: Report) -> list[Block]:
         if teacher is not None:
             known += f": top-1 {_format(teacher.metrics)} after {teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
         about = f"Students of {known}. All on {m['data']}, {m['held_out_images']} images of {m['split']}."
-        header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "device, profile"]
+        header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
         rows = [_row(source, teacher, report) for source in students]
         blocks += [prose(about), table(header, rows)]
         if lines := [_describe_scratch(source, report) for source in _find_scratch(report, students)]:

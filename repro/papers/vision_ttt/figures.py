@@ -13,9 +13,9 @@ from ...report.variants import TOP1, Group
 _COMMANDS = {"measured/*/efficiency": "repro efficiency --res 224..1280", "visualize": "repro visualize", "figures": "repro ablate --all"}
 
 
-def _figure(name: str, shows: str, folder: str | None = None, shared_with: str | None = None) -> Figure:
-    files = f"{folder}/fig{name}_*.png" if folder else None
-    return Figure(place=f"Fig. {name}", shows=shows, files=files, command=_COMMANDS.get(folder, ""), shared_with=shared_with)
+def _figure(name: str, shows: str, folder: str, shared_with: str | None = None) -> Figure:
+    files = f"{folder}/fig{name}_*.png"
+    return Figure(place=f"Fig. {name}", shows=shows, files=files, command=_COMMANDS[folder], shared_with=shared_with)
 
 
 FIGURES = (
@@ -25,10 +25,7 @@ FIGURES = (
         "and memory; its accuracies are those of Tables 1 and 2",
         "measured/*/efficiency",
     ),
-    _figure("2", "the hidden state W, updated by a gradient step on each token"),
     _figure("3", "the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image", "visualize"),
-    _figure("4", "the architecture: patches, Vittt blocks, head"),
-    _figure("5", "the Vittt block, from vanilla TTT to the dual data sets and the Conv2d preprocessing"),
     _figure(
         "6",
         "multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from ...report.measured import build_provenance
 from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
 from ...report.passages import build_scenes, count_noisy_rows, describe_statuses
 from . import closed_forms, formulas
@@ -68,18 +69,23 @@ PAPER = Paper(
     questions=(
         Question(
             label="parameters of the paper's own model",
+            says="parameters",
             entries=(*(f"{row}.params_m" for row in _OWN_ROWS), "text.4_3.dwconv_params_*", "text.5_4.share_params_*"),
             shown=tuple(f"table1.vittt_{size}.params_m" for size in "tsb"),
             shown_label="Vittt-T/S/B",
         ),
         Question(
             label="multiply-adds (FLOPs) of the paper's own model",
+            says="FLOPs",
+            why="the counter that was used is unknown",
             entries=(*(f"{row}.macs_g" for row in _OWN_ROWS), "text.*.flops_saved_1280_*"),
             shown=tuple(f"table1.vittt_{size}.macs_g" for size in "tsb"),
             shown_label="Vittt-T/S/B at 224²",
         ),
         Question(
             label="its accuracies on ImageNet-1K, COCO and ADE20K",
+            says="accuracies",
+            why="they take ImageNet-1K, COCO, ADE20K and GPUs",
             entries=(*(f"{row}.{score}" for row in _OWN_ROWS for score in ("top1_percent", "a*_percent", "miou_percent")), *_TOP1),
         ),
         Question(
@@ -98,7 +104,7 @@ PAPER = Paper(
             "deit": ("deit_tiny_patch16_224", "unfused"),
         },
     ),
-    pictures=("figures/readme_resolution.png", "visualize/fig8_receptive_field.png", "visualize/fig3_*.png"),
+    pictures=("figures/readme_resolution.png",),
     figures=FIGURES,
     sections=(flops_section, interpretability_section),
     passages={
@@ -109,6 +115,7 @@ PAPER = Paper(
     documents=(
         Document(file="results/papers/readings.md", build=build_results, records="results/measured/*/readings/*"),
         Document(file="results/papers/scenes.md", build=build_scenes),
+        Document(file="results/provenance.md", build=build_provenance),
     ),
     variants=Variants(
         options=VARIANTS,

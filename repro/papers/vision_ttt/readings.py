@@ -119,7 +119,7 @@ def record_fits(paths: Paths) -> None:
     started = time.monotonic()
     ledger = load_ledger(LEDGER_FILE)
     found = fit_readings(ledger)
-    code = ["stages.readings", "repro.models.vittt"]
+    code = ["stages.readings", __name__, "repro.models.vittt"]
     counted_only = "none: counted, not run"
     choices = _File(choices=load_choices())
     identity = make_identity(paths.root, code, choices, device=counted_only, dtype="fp32", backend=counted_only)

@@ -7,7 +7,7 @@ from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Piece, Section, code, join, number, prose, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import Pair, compare_pairs, sampling_noise
-from ...report.records import Source
+from ...report.records import Source, describe_age
 from .readings import Choice, list_trained, load_choices
 
 TOP1 = "top1_percent"
@@ -97,7 +97,7 @@ def _describe_trained(trained: Trained, pairs: Mapping[str, Pair]) -> list[Block
     separated = [text for text, pair in pairs.items() if pair.word != "not separated"]
     about = (
         f"{m['model']} on {m['data']}, {m['epochs']} epochs, {len(m['by_seed'])} seeds, {m['held_out_images']} held-out images, "
-        f"{ours.device}. Each alternative is trained as ours is, and compared with it seed by seed (paired t, Holm's correction over the "
+        f"{ours.device}{describe_age(trained.values())}. Each alternative is trained as ours is, and compared with it seed by seed (paired t, Holm's correction over the "
         f"{len(pairs)} alternatives). It says nothing about ImageNet."
     )
     verdict: Line = (strong("No alternative differs significantly from our reading."),)

@@ -35,15 +35,7 @@ def describe_generation(report: Report) -> list[Block]:
             f"on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}. The samples are of {sampling['steps']} steps of {sampling['sampler'].upper()} "
             f"with guidance {sampling['guidance']:g}. The paper trains on ImageNet-1K at 256×256 and prints FID: nothing here is compared with it."
         )
-        header = [
-            "denoiser",
-            "parameters",
-            "seeds",
-            "held-out MSE of the noise",
-            "samples judged as asked",
-            "real images",
-            "device, profile",
-        ]
+        header = ["denoiser", "parameters", "seeds", "held-out MSE of the noise", "samples judged as asked", "real images", "measured on"]
         blocks += [(about,), table(header, [_row(source, report) for source in group])]
         if lines := [_compare(*pair, report) for pair in itertools.combinations(group, 2)]:
             blocks.append(Bullets(lines))

@@ -66,24 +66,31 @@ PAPER = Paper(
         Question(label="parameters of the design study", entries=tuple(f"{rows}.params_m" for rows in _STUDY)),
         Question(
             label="multiply-adds (FLOPs) of the design study",
+            says="FLOPs of the design study",
             entries=tuple(f"{rows}.macs_g" for rows in _STUDY),
             shown=("table4.fc.macs_g", "table4.r1_l2.macs_g", "table4.glu.macs_g", "table4.conv.macs_g", "table4.dwconv.macs_g"),
             shown_label="FC, MLP, gated, Conv, DWConv",
         ),
         Question(
             label="parameters of ViT³, H-ViT³ and DiT³",
+            says="parameters",
             entries=tuple(f"{rows}.params_m" for rows in _OWN),
             shown=tuple(f"table7.vit3_{size}.params_m" for size in "tsb"),
             shown_label="ViT³-T/S/B",
         ),
         Question(
             label="multiply-adds (FLOPs) of ViT³, H-ViT³ and DiT³",
+            says="FLOPs of the models",
+            why="the paper does not say which counter it used",
             entries=(*(f"{rows}.macs_g" for rows in _OWN), "table8*.h_vit3_*.macs_g"),
             shown=tuple(f"table7.vit3_{size}.macs_g" for size in "tsb"),
             shown_label="ViT³-T/S/B at 224²",
         ),
         Question(
-            label="the study's accuracies on ImageNet-1K", entries=tuple(f"table{number}.*.top1_percent" for number in (1, 2, 3, 4, 6))
+            label="the study's accuracies on ImageNet-1K",
+            says="accuracies",
+            why="they take ImageNet-1K and GPUs",
+            entries=tuple(f"table{number}.*.top1_percent" for number in (1, 2, 3, 4, 6)),
         ),
         Question(
             label="other accuracies of its own models",
@@ -104,8 +111,6 @@ PAPER = Paper(
     ),
     pictures=("figures/vit3_resolution.png",),
     figures=(
-        Figure(place="Fig. 1", shows="softmax attention, linear attention and test-time training as inner models, a diagram"),
-        Figure(place="Fig. 2", shows="the building block, a diagram"),
         Figure(
             place="Fig. 3",
             shows="training loss and accuracy with inner models of 1, 2 and 3 layers",

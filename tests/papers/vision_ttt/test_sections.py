@@ -35,7 +35,7 @@ def test_what_speaks_for_the_paper_is_said(checkout):
     assert found["the reconstruction loss rises, then falls"][0] == "2.0 at epoch 0, 6.0 at epoch 3, 3.0 at epoch 12"
     text = render_blocks(interpretability_section(checkout.report())[0].blocks)
     assert "0 of 9 findings speak against the paper." in text and "8 held-out images" in text
-    assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the mini profile" in text
+    assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the mini settings" in text
 
 
 def change(path: str, value):

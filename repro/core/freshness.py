@@ -1,0 +1,99 @@
+"""Which sources a recorded number depends on, by its kind, and so whether the code here would give the same number.
+
+A record has two hashes of its code. `code_hash` covers all that its modules import, and decides whether an unfinished run may continue.
+`number_hash` covers the files that can change the number, and decides whether the number is fresh.
+"""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from .hashing import hash_sources, import_closure
+
+# why a record is old
+OTHER_CODE = "made by older code"
+REPEATED = "made by older code, of which the code here has trained a seed again to the same weights, bit by bit"
+OLDER_VERSION = "made by an older version, which does not name the code of its numbers"
+
+# kind -> patterns of the files that a number of this kind depends on; see `find_kind` for the order
+_FILES: dict[str, tuple[str, ...]] = {
+    "speed": (
+        "repro/models/*",
+        "repro/measure/*",
+        *(f"repro/benchmark/{name}.py" for name in ("collectives", "forms", "training_rate")),  # they time by loops of their own
+        "kernels/*",
+    ),
+    "count": (
+        "repro/models/*",
+        *(f"repro/measure/{name}.py" for name in ("adapted", "build", "flops", "fvcore")),
+        *(f"repro/papers/*/{name}.py" for name in ("closed_forms", "flop_search", "formulas", "readings", "residuals", "theorems")),
+        "kernels/*/op.py",
+        "kernels/*/reference.py",
+    ),
+    # what a kernel computes is said by its reference, to which the tests hold every other path
+    "score": (
+        "repro/models/*",
+        "repro/tasks/*",
+        "repro/inference/*",
+        "repro/explain/*",
+        *(f"repro/training/{name}.py" for name in ("guard", "job", "loop", "optim", "params")),
+        *(f"repro/data/{name}.py" for name in ("ade20k", "classification", "coco", "detection", "latents", "loader", "pixels")),
+        *(f"repro/data/{name}.py" for name in ("settings", "tree", "embedded/*")),
+        "repro/core/statistics.py",
+        "kernels/*/reference.py",
+    ),
+}
+_NEVER = ("kernels/tools/*",)
+# kind -> patterns of modules; a record with one of them in its code is of this kind, and any other is a score
+_MODULES: dict[str, tuple[str, ...]] = {
+    "speed": ("repro.measure.speed", "repro.benchmark.*", "stages.efficiency", "stages.kernels", "stages.measure"),
+    "count": ("stages.complexity", "stages.theory", "repro.papers.*.readings"),
+}
+
+
+def find_kind(modules: Iterable[str]) -> str:
+    """What the numbers of a record are by the modules that it names: `speed`, `count` or `score`; the first whose pattern fits."""
+    named = list(modules)
+    fitting = (kind for kind, patterns in _MODULES.items() if any(fnmatch(name, each) for name in named for each in patterns))
+    return next(fitting, "score")
+
+
+def hash_number(root: Path, modules: Iterable[str]) -> str:
+    """The short hash of the sources that the numbers of a record depend on, by the modules that it names; see `hash_sources`."""
+    named = sorted(set(modules))
+    patterns = _FILES[find_kind(named)]
+    closure = (file for file in import_closure(root, named) if not any(fnmatch(file, each) for each in _NEVER))
+    return hash_sources(root, [file for file in closure if any(fnmatch(file, each) for each in patterns)])
+
+
+def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Name -> why it is old, for the old ones of some records, {metrics, identity}; what has no code hash is no record.
+
+    A record is old where the files that its numbers depend on have another content now, or where it does not name them. If a record that
+    is not old has a training with the same weights, then the change of code did not change that training, and the old one is `REPEATED`.
+    """
+    now: dict[tuple[str, ...], str] = {}
+    old: dict[str, str] = {}
+    present: set[str] = set()  # the weights of seeds that the code here trained
+    for name, record in records.items():
+        identity = record["identity"]
+        if "code_hash" not in identity:  # that of the machine itself
+            continue
+        modules = tuple(identity.get("code_modules") or ())
+        if not modules or "number_hash" not in identity:
+            old[name] = OLDER_VERSION
+            continue
+        if modules not in now:
+            now[modules] = hash_number(root, modules)
+        if identity["number_hash"] == now[modules]:
+            present |= _list_weights(record["metrics"])
+        else:
+            old[name] = OTHER_CODE
+    return {name: REPEATED if _list_weights(records[name]["metrics"]) & present else why for name, why in old.items()}
+
+
+def _list_weights(metrics: Any) -> set[str]:
+    """The hashes of the weights of each seed of a training's record; empty for another record."""
+    runs = metrics.get("by_seed") if isinstance(metrics, Mapping) else None
+    return {str(run["weights_hash"]) for run in runs or () if isinstance(run, Mapping) and run.get("weights_hash")}

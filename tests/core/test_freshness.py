@@ -1,0 +1,94 @@
+"""What an edit of a source makes old: by the kind of the number, on a copy of the project's own code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from repro.core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_kind, find_old, hash_number
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    "count": ("repro.models.vim", "stages.complexity"),
+    "score": ("repro.models.vim", "stages.baselines"),
+    "speed": ("repro.measure.speed", "repro.models.vim", "stages.ablate"),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
+    for name in ("repro", "kernels", "stages"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def hash_all(tree):
+    return {kind: hash_number(tree, modules) for kind, modules in MODULES.items()}
+
+
+@pytest.mark.parametrize(
+    ("edited", "old"),
+    [
+        ("repro/core/ui.py", set()),
+        ("repro/training/pool.py", set()),
+        ("repro/models/vrwkv.py", set()),
+        ("kernels/bi_wkv/numba_path.py", set()),
+        ("kernels/tools/bench.py", set()),
+        ("repro/models/vim.py", {"count", "score", "speed"}),
+        ("kernels/selective_scan/reference.py", {"count", "score", "speed"}),
+        ("kernels/selective_scan/numba_path.py", {"speed"}),
+        ("kernels/selective_scan/triton_fwd.py", {"speed"}),
+        ("repro/measure/speed.py", {"speed"}),
+        ("repro/measure/flops.py", {"count", "speed"}),
+        ("repro/training/loop.py", {"score"}),
+        ("repro/tasks/classification/task.py", {"score"}),
+        ("repro/data/loader.py", {"score"}),
+    ],
+)
+def test_an_edit_makes_old_what_depends_on_it(tree, edited, old):
+    before, source = hash_all(tree), (tree / edited).read_text(encoding="utf-8")
+    try:
+        (tree / edited).write_text(f"{source}\nedited = 1\n", encoding="utf-8")
+        after = hash_all(tree)
+    finally:
+        (tree / edited).write_text(source, encoding="utf-8")
+    assert {kind for kind in before if before[kind] != after[kind]} == old
+
+
+def test_the_kind_follows_from_the_modules():
+    assert {kind: find_kind(modules) for kind, modules in MODULES.items()} == {kind: kind for kind in MODULES}
+    # trainings of `repro readings` are scores, and its counts say so by the module that counts
+    assert find_kind(["repro.models.vittt", "stages.readings"]) == "score"
+    assert find_kind(["repro.papers.vision_ttt.readings", "stages.readings"]) == "count"
+    assert find_kind(["repro.benchmark.forms", "repro.models.vittt"]) == find_kind(["stages.kernels"]) == "speed"
+
+
+def test_old_records_and_why(tmp_path):
+    (tmp_path / "repro" / "models").mkdir(parents=True)
+    (tmp_path / "repro/models/a.py").write_text("x = 1\n")
+    now = hash_number(tmp_path, ["repro.models.a"])
+
+    def record(number_hash, *weights, **identity):
+        identity = {"code_hash": "c", "code_modules": ["repro.models.a"], "number_hash": number_hash, **identity}
+        identity = {key: value for key, value in identity.items() if value is not None}
+        return {"metrics": {"by_seed": [{"weights_hash": each} for each in weights]}, "identity": identity}
+
+    records = {
+        "old": record("0", "w9"),
+        "repeated": record("0", "w8", "w1"),
+        "fresh": record(now, "w1", "w2"),
+        "nameless": record(None),
+        "nameless, repeated": record(None, "w2"),
+        "no modules": record(now, code_modules=None),
+        "machine": record(None, code_hash=None),
+    }
+    assert find_old(tmp_path, records) == {
+        "old": OTHER_CODE,
+        "repeated": REPEATED,
+        "nameless": OLDER_VERSION,
+        "nameless, repeated": REPEATED,
+        "no modules": OLDER_VERSION,
+    }
+    (tmp_path / "repro/models/a.py").write_text("x = 2\n")
+    assert find_old(tmp_path, records)["fresh"] == OTHER_CODE
