@@ -73,10 +73,14 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, back
                     Y[rows + j, c] = S[D, c]
             _multiply(constant, X, 2 * rows, S, D, Y)
             for j in range(rows):
-                square, mean, along = nothing, nothing, nothing
+                square, offset, mean, along = nothing, nothing, nothing, nothing
+                for c in range(D):  # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
+                    offset += Y[j, c]
+                offset /= width
                 for c in range(D):
+                    Y[j, c] -= offset
                     square += Y[j, c] * Y[j, c]
-                norm = np.sqrt(square / width + eps)  # Y has mean 0, as the state's rows have
+                norm = np.sqrt(square / width + eps)
                 for c in range(D):
                     Y[j, c] /= norm
                 for c in range(D):

@@ -5,12 +5,14 @@ whose states stay in the cache. The innermost loops over channels are what LLVM 
 it must see at run time that they do not overlap. Sums may be reassociated, but nothing is assumed about NaN and infinity. Tasks write
 disjoint memory, and the result does not depend on how many threads share them.
 
-All loops are in this one file, because numba's cache on disk looks at nothing but the file of the function that it keeps.
+Here are what loops share and the selective scan; `cpu_wkv` and `cpu_learner` have the others.
 Arrays are contiguous, of one dtype, fp32 or fp64. Shape letters as in the operators' references.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -20,14 +22,18 @@ from numba.extending import intrinsic, overload
 
 BLOCK = 64  # channels that are scanned together
 GROUP = 32  # tokens from one kept state to the next
-FLOOR = -1e30  # the exponent of an empty sum: finite, so that the difference of two is 0
 # a division by zero is what IEEE says, not an error, for which the loop would have to look
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
-_INLINE = OPTIONS | {"forceinline": True}  # a loop with a call in it is not vectorised
+INLINE = OPTIONS | {"forceinline": True}  # a loop with a call in it is not vectorised
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
 def compile_loop(function: Callable) -> Callable:
-    """The function compiled when first called, without Python's lock; kept on disk where there is a place for it."""
+    """The function compiled when first called, without Python's lock; kept on disk where there is a place for it.
+
+    numba's cache looks at the function's own file and name. The name therefore has the hash of this file, whose functions are inlined.
+    """
+    function.__qualname__ += f"_{_SOURCE}"
     try:
         return numba.njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
@@ -59,7 +65,7 @@ def exp2(x: Any) -> Any:
     raise NotImplementedError("numba compiles it")
 
 
-@overload(exp2, jit_options=_INLINE)
+@overload(exp2, jit_options=INLINE)
 def _exp2(x: Any) -> Callable | None:
     if (kinds := _kinds(x)) is None:
         return None
@@ -85,7 +91,7 @@ def sigmoid(x: Any) -> Any:
     raise NotImplementedError("numba compiles it")
 
 
-@overload(sigmoid, jit_options=_INLINE)
+@overload(sigmoid, jit_options=INLINE)
 def _sigmoid(x: Any) -> Callable | None:
     if (kinds := _kinds(x)) is None:
         return None
@@ -102,7 +108,7 @@ def softplus(x: Any) -> Any:
     raise NotImplementedError("numba compiles it")
 
 
-@overload(softplus, jit_options=_INLINE)
+@overload(softplus, jit_options=INLINE)
 def _softplus(x: Any) -> Callable | None:
     if (kinds := _kinds(x)) is None:
         return None
@@ -283,155 +289,3 @@ def scan_backward(first, last, span, u, delta, exponents, B, C, D, bias, z, dout
             dA[b, r, :, e] = square[block, :, OF_A, c]
             dD[b, r, e] = sums[block, OF_D, c]
             dbias[b, r, e] = sums[block, OF_BIAS, c]
-
-
-@numba.njit(**_INLINE)
-def _add_token(m, a, b, w, exponent, x, y):
-    """The state (m, a, b), which stands for 2^m a and 2^m b, one token farther away and with 2^exponent (x, y) added."""
-    before = m - w
-    top = before if before > exponent else exponent
-    of_state, of_token = exp2(before - top), exp2(exponent - top)
-    return top, a * of_state + x * of_token, b * of_state + y * of_token
-
-
-@compile_loop
-def wkv_forward(first, last, span, w, u, k, v, out, states):
-    """Bi-WKV: task = (image, `span` channels). It goes back through the tokens to the state behind each group, and then forth.
-
-    Args:
-        span: a multiple of BLOCK.
-        w, u: (C,), times log₂e. k: (B,T,C), times log₂e. v: (B,T,C).
-        out: (B,T,C), which is written.
-        states: (B,T,3,C), the exponent and the sum of an output's weights, and the output, which are written; or no elements.
-    """
-    _, T, C = k.shape
-    one, floor = np.ones(1, k.dtype)[0], FLOOR
-    spans, groups = (C + span - 1) // span, (T + GROUP - 1) // GROUP
-    W, U, LEFT, NEAR, OUT, TOP, SUM = 0, 1, 2, 5, 8, 9, 10
-    cell = np.zeros((span // BLOCK, 11, BLOCK), k.dtype)
-    behind = np.empty((groups, span // BLOCK, 3, BLOCK), k.dtype)
-    right = np.empty((GROUP, 3, BLOCK), k.dtype)
-    for task in range(first, last):
-        b, start = task // spans, task % spans * span
-        end = min(C, start + span)
-        for e in range(start, end):
-            cell[(e - start) // BLOCK, :LEFT, (e - start) % BLOCK] = w[e], u[e]
-        cell[:, LEFT:OUT] = 0
-        cell[:, LEFT], cell[:, NEAR] = floor, floor
-        for step in range(2 * groups):
-            group = groups - 1 - step if step < groups else step - groups
-            origin = group * GROUP
-            tokens = min(GROUP, T - origin)
-            for block, e in enumerate(range(start, end, BLOCK)):
-                own, until = cell[block], min(e + BLOCK, end)
-                if step < groups:
-                    behind[group, block] = own[NEAR:OUT]
-                else:
-                    own[NEAR:OUT] = behind[group, block]
-                for j in range(tokens - 1, -1, -1):
-                    k_row, v_row = k[b, origin + j, e:until], v[b, origin + j, e:until]
-                    for c in range(BLOCK):
-                        right[j, 0, c], right[j, 1, c], right[j, 2, c] = own[NEAR, c], own[NEAR + 1, c], own[NEAR + 2, c]
-                    for c in range(len(k_row)):
-                        m, a, d = _add_token(own[NEAR, c], own[NEAR + 1, c], own[NEAR + 2, c], own[W, c], k_row[c], v_row[c], one)
-                        own[NEAR, c], own[NEAR + 1, c], own[NEAR + 2, c] = m, a, d
-                for j in range(tokens if step >= groups else 0):
-                    t, other = origin + j, right[j]
-                    k_row, v_row, out_row = k[b, t, e:until], v[b, t, e:until], out[b, t, e:until]
-                    for c in range(len(k_row)):
-                        bonus = k_row[c] + own[U, c]
-                        top = own[LEFT, c] if own[LEFT, c] > other[0, c] else other[0, c]
-                        top = top if top > bonus else bonus
-                        of_left, of_right, of_own = exp2(own[LEFT, c] - top), exp2(other[0, c] - top), exp2(bonus - top)
-                        total = own[LEFT + 2, c] * of_left + other[2, c] * of_right + of_own
-                        own[OUT, c] = (own[LEFT + 1, c] * of_left + other[1, c] * of_right + v_row[c] * of_own) / total
-                        own[TOP, c], own[SUM, c] = top, total
-                        m, a, d = _add_token(own[LEFT, c], own[LEFT + 1, c], own[LEFT + 2, c], own[W, c], k_row[c], v_row[c], one)
-                        own[LEFT, c], own[LEFT + 1, c], own[LEFT + 2, c] = m, a, d
-                    for c in range(len(k_row)):
-                        out_row[c] = own[OUT, c]
-                    if states.size:
-                        for each, kept in enumerate((TOP, SUM, OUT)):
-                            kept_row = states[b, t, each, e:until]
-                            for c in range(len(k_row)):
-                                kept_row[c] = own[kept, c]
-
-
-@compile_loop
-def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
-    """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image. They are those by natural w, u and k.
-
-    The gradient is the same kind of sum, of adjoint tokens: the exponent −top, the values (g, g out) with g = dout / sum. A pair of
-    tokens i < t < j, of which one is adjoint, has e^{−w} once for t.
-    """
-    _, T, C = k.shape
-    one, floor = np.ones(1, k.dtype)[0], FLOOR
-    spans, groups = (C + span - 1) // span, (T + GROUP - 1) // GROUP
-    W, U, LEFT, NEAR, DK, DV, DW, DU = 0, 1, 2, 8, 14, 15, 16, 17  # LEFT and NEAR: a state of tokens, then one of adjoint tokens
-    K, V, E, X, Y = 0, 1, 2, 3, 4
-    cell = np.zeros((span // BLOCK, 18, BLOCK), k.dtype)
-    behind = np.empty((groups, span // BLOCK, 6, BLOCK), k.dtype)
-    right = np.empty((GROUP, 6, BLOCK), k.dtype)
-    token = np.zeros((GROUP, 5, BLOCK), k.dtype)
-    for task in range(first, last):
-        b, start = task // spans, task % spans * span
-        end = min(C, start + span)
-        cell[:] = 0
-        for each in (LEFT, LEFT + 3, NEAR, NEAR + 3):
-            cell[:, each] = floor
-        for e in range(start, end):
-            cell[(e - start) // BLOCK, :LEFT, (e - start) % BLOCK] = w[e], u[e]
-        for step in range(2 * groups):
-            group = groups - 1 - step if step < groups else step - groups
-            origin = group * GROUP
-            tokens = min(GROUP, T - origin)
-            for block, e in enumerate(range(start, end, BLOCK)):
-                own, until = cell[block], min(e + BLOCK, end)
-                count = until - e
-                if step < groups:
-                    behind[group, block] = own[NEAR:DK]
-                else:
-                    own[NEAR:DK] = behind[group, block]
-                for j in range(tokens - 1, -1, -1):
-                    t, its = origin + j, token[j]
-                    k_row, v_row, dout_row = k[b, t, e:until], v[b, t, e:until], dout[b, t, e:until]
-                    top_row, sum_row, out_row = states[b, t, 0, e:until], states[b, t, 1, e:until], states[b, t, 2, e:until]
-                    for c in range(count):
-                        its[K, c], its[V, c], its[E, c], its[X, c] = k_row[c], v_row[c], -top_row[c], dout_row[c] / sum_row[c]
-                        its[Y, c] = its[X, c] * out_row[c]
-                    for each in range(6):
-                        for c in range(BLOCK):
-                            right[j, each, c] = own[NEAR + each, c]
-                    for c in range(count):
-                        m, a, d = _add_token(own[NEAR, c], own[NEAR + 1, c], own[NEAR + 2, c], own[W, c], its[K, c], its[V, c], one)
-                        own[NEAR, c], own[NEAR + 1, c], own[NEAR + 2, c] = m, a, d
-                        m, a, d = _add_token(
-                            own[NEAR + 3, c], own[NEAR + 4, c], own[NEAR + 5, c], own[W, c], its[E, c], its[X, c], its[Y, c]
-                        )
-                        own[NEAR + 3, c], own[NEAR + 4, c], own[NEAR + 5, c] = m, a, d
-                for j in range(tokens if step >= groups else 0):
-                    t, its, other = origin + j, token[j], right[j]
-                    for c in range(count):
-                        x, y = its[X, c], its[Y, c]
-                        itself = exp2(its[K, c] + own[U, c] + its[E, c])
-                        own[DU, c] += itself * (its[V, c] * x - y)
-                        of_left, of_right = exp2(its[K, c] + own[LEFT + 3, c]), exp2(its[K, c] + other[3, c])
-                        x = own[LEFT + 4, c] * of_left + other[4, c] * of_right + x * itself
-                        y = own[LEFT + 5, c] * of_left + other[5, c] * of_right + y * itself
-                        own[DV, c], own[DK, c] = x, its[V, c] * x - y
-                        across = exp2(own[LEFT, c] + other[3, c] - own[W, c])
-                        own[DW, c] -= across * (own[LEFT + 1, c] * other[4, c] - own[LEFT + 2, c] * other[5, c])
-                        across = exp2(other[0, c] + own[LEFT + 3, c] - own[W, c])
-                        own[DW, c] -= across * (other[1, c] * own[LEFT + 4, c] - other[2, c] * own[LEFT + 5, c])
-                        m, a, d = _add_token(own[LEFT, c], own[LEFT + 1, c], own[LEFT + 2, c], own[W, c], its[K, c], its[V, c], one)
-                        own[LEFT, c], own[LEFT + 1, c], own[LEFT + 2, c] = m, a, d
-                        m, a, d = _add_token(
-                            own[LEFT + 3, c], own[LEFT + 4, c], own[LEFT + 5, c], own[W, c], its[E, c], its[X, c], its[Y, c]
-                        )
-                        own[LEFT + 3, c], own[LEFT + 4, c], own[LEFT + 5, c] = m, a, d
-                    dk_row, dv_row = dk[b, t, e:until], dv[b, t, e:until]
-                    for c in range(count):
-                        dk_row[c], dv_row[c] = own[DK, c], own[DV, c]
-        for e in range(start, end):
-            block, c = (e - start) // BLOCK, (e - start) % BLOCK
-            dw[b, e], du[b, e] = cell[block, DW, c], cell[block, DU, c]

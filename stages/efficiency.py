@@ -46,7 +46,9 @@ def command(
         float | None,
         typer.Option(min=0.1, help="Limit for all rows; image sizes beyond it are left out. Default: 10 on a CPU, no limit on a GPU."),
     ] = None,
-    runs: Annotated[int | None, typer.Option(min=1, max=2, help="2 measures every row twice and reports how well the two agree.")] = None,
+    runs: Annotated[
+        int | None, typer.Option(min=1, max=9, help="Measure every row so often, each time in a process of its own; five make an interval.")
+    ] = None,
 ) -> None:
     """Measure speed and peak memory, each row in a fresh process.
 

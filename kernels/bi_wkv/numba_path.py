@@ -1,4 +1,4 @@
-"""Bi-WKV on CPUs, by the loops of `cpu_loops`. Shape letters as in `reference`."""
+"""Bi-WKV on CPUs, by the loops of `cpu_wkv`. Shape letters as in `reference`."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import cpu_loops, threads
+from .. import cpu_wkv, threads
 from ..dispatch import compute_dtype
-from .reference import Arguments
+from .reference import EMPTY, Arguments, check_decay
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
@@ -21,7 +21,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     """out (B,T,C) in k's dtype, and states of shape `states_shape`."""
     w, u, k, v = _arrays(x)
     out, states = torch.empty_like(k), k.new_empty(states_shape(k.shape, keep_states))
-    threads.run(cpu_loops.wkv_forward, *_tasks(k.shape), w, u, k, v, out, states)
+    threads.run(cpu_wkv.wkv_forward, *_tasks(k.shape), w, u, k, v, out, states)
     return out.to(x.k.dtype), states
 
 
@@ -31,18 +31,19 @@ def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[T
     dw, du = (k.new_empty(len(k), len(w)) for _ in range(2))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dout = dout.to(k.dtype).contiguous()
-    threads.run(cpu_loops.wkv_backward, *_tasks(k.shape), w, u, k, v, states, dout, dw, du, dk, dv)
+    threads.run(cpu_wkv.wkv_backward, *_tasks(k.shape), w, u, k, v, states, dout, dw, du, dk, dv)
     return tuple(each.to(given.dtype) for each, given in zip((dw.sum(0), du.sum(0), dk, dv), x, strict=True))
 
 
 def _arrays(x: Arguments) -> tuple[Tensor, ...]:
     """w, u, k in powers of two, and v, contiguous in the compute dtype. An exponent is at least that of nothing."""
     w, u, k, v = (each.to(compute_dtype(x.k.dtype)) for each in x)
+    check_decay(w, k.shape[1])
     log2e = 1 / math.log(2)
-    return w * log2e, u * log2e, (k * log2e).clamp(min=cpu_loops.FLOOR).contiguous(), v.contiguous()
+    return w * log2e, u * log2e, (k * log2e).clamp(min=EMPTY).contiguous(), v.contiguous()
 
 
 def _tasks(shape: Sequence[int]) -> tuple[int, int]:
     """How many tasks there are, and the channels of each: all, unless there would be fewer tasks than threads."""
     B, _, C = shape
-    return threads.split(B, C, cpu_loops.BLOCK)
+    return threads.split(B, C, cpu_wkv.BLOCK)

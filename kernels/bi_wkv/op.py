@@ -19,8 +19,9 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
     w and u come ALREADY DIVIDED BY T, as the equation has them here: a model divides its decay and bonus itself. This is the
     paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula` for how and by how much.
 
-    Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Any size and sign of w, u and k is allowed: the
-    relative error is about 1e-7 times the largest exponent that matters. Inputs are not written to. NaN in a channel of an image
+    Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Their relative error is
+    about 1e-7 times the largest exponent that matters, at any T. |w| T is at most 1e7, of either sign: more is refused, and on a GPU,
+    where to look would stall it, gives NaN. |u| and |k| stay below 1e29. Inputs are not written to. NaN in a channel of an image
     fills that channel. Every argument has a gradient. Second derivatives need the reference backend.
 
     Args:

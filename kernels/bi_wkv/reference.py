@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
+EMPTY = -1e30  # the exponent of an empty sum: finite, so that the difference of two is 0
+LARGEST = 1e7  # of |w| T, the largest difference of exponents
+
 
 class Arguments(NamedTuple):
     """What a backend gets: w, u: (C,); k, v: (B,T,C), of one dtype."""
@@ -21,6 +24,13 @@ class Arguments(NamedTuple):
     u: Tensor
     k: Tensor
     v: Tensor
+
+
+def check_decay(w: Tensor, tokens: int) -> None:
+    """Refuse a w by which exponents are rounded to more than 1: a ValueError. NaN passes, and fills its channel."""
+    largest = w.abs().nan_to_num(0).max().item() * tokens
+    if largest > LARGEST:
+        raise ValueError(f"bi_wkv: w: its largest size times the {tokens} tokens is {largest:.3g}, expected at most {LARGEST:.0e}")
 
 
 def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -29,11 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import compute_dtype
-from .reference import Arguments
+from .reference import EMPTY, Arguments, check_decay
 
 _CHUNK = 8
 _BLOCK = 2**18  # elements of the tokens' values that are handled at once: scratch memory stays in the cache
-_FLOOR = -1e30  # the exponent of an empty sum: finite, so that the difference of two is 0
 # Without exponents the powers of a sequence stay within 2^±_POWERS and |v| below 2^_VALUES: they, and the product of both with a
 # gradient of any usual size, fit an fp32's 2^±126.
 _POWERS, _VALUES = 60, 40
@@ -79,7 +78,7 @@ def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[T
         torch.div(dout[here].to(dtype), total[1, :, :T], out=values[0, :, :T])
         torch.div(values[0, :, :T] * total[0, :, :T], total[1, :, :T], out=values[1, :, :T])
         if e is not None:
-            e.neg_()[:, T:] = _FLOOR
+            e.neg_()[:, T:] = EMPTY
         adjoint = e, values
         adjoint_left, adjoint_right = _scan(adjoint, W, False), _scan(adjoint, W, True)
         adjoint_total = _total(adjoint, adjoint_left, adjoint_right, U)
@@ -109,6 +108,7 @@ def _tokens(w: Tensor, u: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Weig
     """The tokens, with their values in x and zeros behind them up to a whole chunk, and w and u in powers of two."""
     T, log2e = k.shape[1], 1 / math.log(2)
     w, u, k, v = (x.to(compute_dtype(k.dtype)) for x in (w, u, k, v))
+    check_decay(w, T)
     w, u = w * log2e, u * log2e
     x[:, :, T:] = 0
     largest = [max(abs(extreme.item()) for extreme in y.aminmax()) for y in (w, u, k, v)]
@@ -118,7 +118,7 @@ def _tokens(w: Tensor, u: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Weig
         torch.mul(x[1, :, :T], v, out=x[0, :, :T])
         return (None, x), w, u
     x[0, :, :T], x[1, :, :T] = v, 1
-    e = F.pad((k * log2e).clamp(min=_FLOOR), (0, 0, 0, -T % _CHUNK), value=_FLOOR)
+    e = F.pad((k * log2e).clamp(min=EMPTY), (0, 0, 0, -T % _CHUNK), value=EMPTY)
     return (e, x), w, u
 
 
@@ -131,7 +131,7 @@ def _scan(items: Weighted, w: Tensor, reverse: bool, out: Tensor | None = None) 
     T = x.shape[2]
     n = T if T < 2 * _CHUNK else _CHUNK
     if missing := -T % n:
-        e = None if e is None else F.pad(e, (0, 0, 0, missing), value=_FLOOR)
+        e = None if e is None else F.pad(e, (0, 0, 0, missing), value=EMPTY)
         e, x = _scan((e, F.pad(x, (0, 0, 0, missing))), w, reverse)
         return None if e is None else e[:, :T], x[:, :, :T]
 
@@ -144,7 +144,7 @@ def _scan(items: Weighted, w: Tensor, reverse: bool, out: Tensor | None = None) 
     decay = torch.exp2(-w)
     there[0][1].zero_()
     if e is not None:
-        there[0][0].fill_(_FLOOR)
+        there[0][0].fill_(EMPTY)
     for i in range(n - 1):
         _advance(there[i], here[i], w, decay, there[i + 1])
     if n < T:

@@ -3,9 +3,19 @@
 import triton
 import triton.language as tl
 
+from . import reference
+
 LOG2E = tl.constexpr(1.4426950408889634)
 GENTLE = tl.constexpr(40.0)
-FLOOR = tl.constexpr(-1e30)  # the exponent of an empty sum: finite, so that the difference of two is 0
+FLOOR = tl.constexpr(reference.EMPTY)
+LARGEST = tl.constexpr(reference.LARGEST)
+
+
+@triton.jit
+def load_decay(w_ptr, c, there, T):
+    """w in powers of two; NaN, which fills the channel, where `reference.check_decay` would refuse it."""
+    w = tl.load(w_ptr + c, mask=there, other=0.0)
+    return tl.where(tl.abs(w) * T > LARGEST, float("nan"), w) * LOG2E
 
 
 @triton.jit

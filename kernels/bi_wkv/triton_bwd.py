@@ -23,7 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .reference import Arguments
-from .triton_blocks import LOG2E, add_block, exponents_of, load_rows, load_state, nothing, ones, products, states_behind, step, store_state
+from .triton_blocks import (
+    LOG2E,
+    add_block,
+    exponents_of,
+    load_decay,
+    load_rows,
+    load_state,
+    nothing,
+    ones,
+    products,
+    states_behind,
+    step,
+    store_state,
+)
 from .triton_fwd import run, shared_arguments
 
 
@@ -50,7 +63,7 @@ def backward_kernel(
     """Write dk and dv, and per image dw and du."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    w = load_decay(w_ptr, c, there, T)
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
     blocks = tl.cdiv(T, BLOCK_T)
     image = tl.program_id(0).to(tl.int64)

@@ -34,6 +34,7 @@ from .triton_blocks import (
     go_gently,
     go_on,
     is_gentle,
+    load_decay,
     load_rows,
     load_state,
     nothing,
@@ -57,7 +58,7 @@ def sums_kernel(
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    w = load_decay(w_ptr, c, there, T)
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(2)
     start = (b * T + s * SEGMENT) * C + c
     tokens = tl.minimum(T - s * SEGMENT, SEGMENT)
@@ -88,7 +89,7 @@ def ends_kernel(w_ptr, sums_ptr, ends_ptr, segments, C: tl.constexpr, BLOCK_C: t
     """From `sums_kernel`'s sums the states in front of each segment and behind it, (B,S,2,3,C)."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    w = load_decay(w_ptr, c, there, segments * SEGMENT)
     start = tl.program_id(0).to(tl.int64) * segments * (6 * C) + c
     m_left, a_left, b_left = nothing(BLOCK_C)
     m_right, a_right, b_right = nothing(BLOCK_C)
@@ -128,7 +129,7 @@ def forward_kernel(
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = tl.load(w_ptr + c, mask=there, other=0.0) * LOG2E
+    w = load_decay(w_ptr, c, there, T)
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
     start = tl.program_id(0).to(tl.int64) * T * C + c
     part = tl.program_id(0).to(tl.int64)

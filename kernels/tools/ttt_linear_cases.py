@@ -31,12 +31,16 @@ BACKWARD_LOOPS = 1, 2  # of a chunk, in the code of the kernel in one pass; the 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples, T tokens, H heads of width D, a direction for each flag of `reverse`."""
+    """One shape: B samples, T tokens, H heads of width D, a direction for each flag of `reverse`.
+
+    `alike` has tokens that differ little and a small W0, as in a model without training. A mean of Z would grow from chunk to chunk.
+    """
 
     heads: int
     head_dim: int = 64
     chunk_size: int = 16
     reverse: tuple[bool, ...] = BOTH
+    alike: bool = False
 
     def tensor_bytes(self) -> tuple[int, int]:
         """q, k, v and lr; out. States, parameters and their gradients are left out: under 3 % of it at T >= 784."""
@@ -68,10 +72,13 @@ class TTTLinearCases(cases.Cases):
         """fp64: q, k, v and dout have values of bf16, the others values of fp32."""
         normal = normal_drawer(seed, dtype=torch.float64)
         B, T, R, H, D = sizes.batch, sizes.tokens, len(sizes.reverse), sizes.heads, sizes.head_dim
-        q, k, v, dout = (normal(B, T, R, H, D).bfloat16().double() for _ in range(4))
+        q, k, v, dout = (normal(B, T, R, H, D) for _ in range(4))
+        if sizes.alike:
+            q, k, v = (0.3 * normal(R, H, D) + 0.05 * x for x in (q, k, v))
+        q, k, v, dout = (x.bfloat16().double() for x in (q, k, v, dout))
         lr = torch.sigmoid(normal(B, T, H)) / D
         token_scale = 1 / torch.arange(1, sizes.chunk_size + 1).double() + normal(R, sizes.chunk_size, scale=0.05)
-        W0, b0, ln_bias = normal(R, H, D, D, scale=0.05), normal(R, H, D, scale=0.1), normal(R, H, D, scale=0.1)
+        W0, b0, ln_bias = normal(R, H, D, D, scale=0.02 if sizes.alike else 0.05), normal(R, H, D, scale=0.1), normal(R, H, D, scale=0.1)
         ln_weight = normal(R, H, D, scale=0.1, mean=1.0)
         rest = (x.float().double() for x in (lr, token_scale, W0, b0, ln_weight, ln_bias))
         return [x.to(device) for x in (q, k, v, *rest, dout)]
@@ -87,6 +94,7 @@ class TTTLinearCases(cases.Cases):
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
         yield from (("chunk size", small(81, 1, chunk_size=chunk_size)) for chunk_size in triton_fwd.CHUNK_SIZES)
+        yield "tokens that are alike", small(324, 1, chunk_size=4, alike=True)
         yield from (("head width", small(81, 1, head_dim=width)) for width in triton_fwd.WIDTHS)
         if torch.cuda.is_available():  # more than fill any device: one phase forward, one launch backward
             yield from (("many programs", dataclasses.replace(small(tokens, 3), batch=128)) for tokens in (1, 17, 197))

@@ -7,9 +7,10 @@ The scan over chunks is sequential and each chunk is small: the number of operat
    token are neighbouring rows of `KQ`: Z and QW + β are one product with S, and so are their gradients.
  - Chunks are handled in segments: whatever does not depend on the state is done for the whole segment at once, before or
    after its scan. Scratch memory is that of one segment.
- - LayerNorm does not see the mean of its input and G has mean 0. S is therefore kept with rows of mean 0, and no mean is computed:
-   with h = √(‖Z‖² + D·eps) and x = Z / h, norm(Z) = √D x and G = √D/h · proj(g), where proj(g) = g − mean(g) − x (g·x);
-   √D·proj is one call of LayerNorm's backward pass.
+ - LayerNorm does not see the mean of its input and G has mean 0. S starts with rows of mean 0, and with h = √(‖Z‖² + D·eps) and
+   x = Z / h, norm(Z) = √D x and G = √D/h · proj(g), where proj(g) = g − mean(g) − x (g·x); √D·proj is one call of LayerNorm's
+   backward pass. Rounding gives Z a mean, and x would pass it on to G and to the next state, larger each time: it is taken off Z.
+   What then stays in S is rounding that nothing makes larger, and O needs no such care.
 
 The backward pass has the state at the start of every segment except the first. It repeats a segment's scan and goes back through it.
 With u = dL/dG, dg = dL/dg = √D/h · proj(u), P = c[n−1] lr ⊙ K, and S' = S − PᵀG the state after the chunk:
@@ -219,6 +220,7 @@ class _Segment:
         zero, root, eps, gamma2 = self.zero[0], self.root[0], self.shared.norm_eps, self.gamma2 * self.shared.root
         for KQ, ZO, Z, PT, target, x, h, g, G, S, S_next in self.steps:
             torch.bmm(KQ, S, out=ZO)
+            Z.sub_(Z.mean(-1, keepdim=True))
             torch.linalg.vector_norm(Z, dim=-1, keepdim=True, out=h)
             torch.hypot(h, eps, out=h)
             torch.div(Z, h, out=x)

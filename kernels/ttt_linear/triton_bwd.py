@@ -11,7 +11,7 @@ the chain of dependent steps, for scratch memory for all groups instead of one.
     at D = 64, chunk size 16 and two bytes an element), or in two launches for all. A and dQK are kept with one row per key.
  2. Backward: with h = dL/d(lr G) for the gradient (dW', dβ') of the state after the chunk, c₁ the last c and m(y) = mean over a row,
 
-        h  = Aᵀ dO − c₁ (K dW' + dβ')                 dg = rstd lr (h − x m(h x))         dlr = G · h
+        h  = Aᵀ dO − c₁ (K dW' + dβ')                 dg = rstd lr (h − m(h) − x m(h x))  dlr = G · h
         dZ = rstd (y − m(y) − x m(y x) − m(g x) dg − lr m(h x) G − lr m(h G) x),   y = γ² dg
         dK = dZ Wᵀ + dQKᵀ Q + γ dg − c₁ lr ⊙ G dW'ᵀ   dV = −γ dg
         dW = dW' + Kᵀ dZ + Qᵀ dO                      dβ = dβ' + Σ dZ + Σ dO
@@ -160,8 +160,8 @@ def backward_kernel(
                 rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
                 x = z * rstd[:, None]
                 g = gamma * gamma * x + e
-                m_g = tl.sum(g, 1) / D
                 m_gx = tl.sum(g * x, 1) / D
+                m_g = tl.sum(g, 1) / D - tl.sum(x, 1) / D * m_gx
                 vectors = vectors_ptr + slot * (2 * BLOCK)
                 tl.store(vectors + n, rstd)
                 tl.store(vectors + BLOCK + n, m_gx)
@@ -241,7 +241,8 @@ def backward_kernel(
                 tl.store(dlr_ptr + chunk * (step * CHUNK * R * H) + step * R * H * n, hG, mask=inside)
                 gamma = tl.load(gamma_ptr + param * D + d)[None, :]
                 mu = tl.load(mu_ptr + param * D + d)[None, :]
-                dg = h * (lr * rstd)[:, None] - x * (m_ux * rstd)[:, None]
+                m_h = tl.sum(h, 1) / D
+                dg = (h - m_h[:, None]) * (lr * rstd)[:, None] - x * (m_ux * rstd)[:, None]
                 dtarget = gamma * dg
                 y = gamma * dtarget
                 m_y = tl.sum(y, 1) / D
@@ -263,8 +264,9 @@ def backward_kernel(
             tl.store(dW0_ptr + d[None, :] * D + d[:, None], dST)
             tl.store(db0_ptr + d[:, None] + 0 * n[None, :], dbeta, mask=(n == 0)[None, :])
             dc -= tl.where(n == CHUNK - 1, tl.sum(tl.sum(dc_last, 0), 0), 0.0)
-        if PASS == BOTH:
-            tl.debug_barrier()  # the next group overwrites the scratch memory
+        if PASS != REPLAY:
+            # other threads read what this one wrote of the state's gradient, and the next group overwrites the scratch memory
+            tl.debug_barrier()
 
     tl.store(dgamma_ptr + row * D + d, tl.sum(dgamma, 0))
     tl.store(dmu_ptr + row * D + d, tl.sum(dmu, 0))

@@ -5,8 +5,9 @@ ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G ar
 units take as they are. q, k, v and out keep the layout (B,T,R,H,D). v may be a slice of a projection's output, with `v_rows` rows
 of D from one token to the next. A backward direction counts its tokens from the end.
 
-LayerNorm does not see the mean of its input and G has mean 0, so the state is kept with mean 0 over its outputs. Then, with
-x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)).
+LayerNorm does not see the mean of its input and G has mean 0, so the state starts with mean 0 over its outputs. Then, with
+x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)). Rounding gives Z a mean, which x would
+pass on to the next state, larger each time: mean(x) mean(g ⊙ x) is added, with which G has mean 0 whatever x has.
 
 All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a token
 (D = 64, two bytes an element), and a sum over D takes three shuffles and no exchange between warps. Z and O pass once through
@@ -145,10 +146,10 @@ def forward_kernel(
         e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
         rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
         g = gamma2 * z * rstd[:, None] + e
-        m_g = tl.sum(g, 1) / D
-        m_gz = tl.sum(g * z, 1) / D
+        m_gz = tl.sum(g * z, 1) / D * rstd * rstd
+        m_g = tl.sum(g, 1) / D - tl.sum(z, 1) / D * m_gz
         scale = lr * rstd
-        G = g * scale[:, None] - (z * (m_gz * rstd * rstd * scale)[:, None] + (m_g * scale)[:, None])
+        G = g * scale[:, None] - (z * (m_gz * scale)[:, None] + (m_g * scale)[:, None])
         G = tl.trans(G.to(dt))
         k_step = (minus_c_last * k.to(tl.float32)).to(dt)
         o = tl.dot(G, A, acc=o, input_precision="ieee")

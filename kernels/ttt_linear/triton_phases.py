@@ -10,7 +10,7 @@ is the sum that the equations of `reference` give chunk by chunk, since the stat
 C₁ Σ Kᵀ lr G. Thus `state_kernel` walks the tokens and writes lr G and the states, and `output_kernel` computes the outputs of all
 blocks at once. Both phases move twice the bytes of the one in `triton_fwd`, which is faster once programs fill the device.
 
-The chain is short: the five sums over a token's row are taken together, of which the mean and the product of g with z follow, c₁ is
+The chain is short: the six sums over a token's row are taken together, of which the mean and the product of g with z follow, c₁ is
 folded into G, and the turns of a group of chunks are unrolled, so that Triton loads ahead. Shape letters as in `reference`.
 """
 
@@ -104,12 +104,12 @@ def state_kernel(
             e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
             y = gamma * gamma * z
             zz, yz, ez = tl.sum(z * z, 1) / D, tl.sum(y * z, 1) / D, tl.sum(e * z, 1) / D
-            m_y, m_e = tl.sum(y, 1) / D, tl.sum(e, 1) / D
+            m_y, m_e, m_z = tl.sum(y, 1) / D, tl.sum(e, 1) / D, tl.sum(z, 1) / D
             rstd = tl.rsqrt(zz + eps)
-            m_g = m_y * rstd + m_e
-            m_gz = yz * rstd + ez
+            m_gz = (yz * rstd + ez) * (rstd * rstd)
+            m_g = m_y * rstd + m_e - m_z * m_gz
             rate = lr * rstd
-            G = (y * rstd[:, None] + e) * rate[:, None] - (z * (m_gz * rstd * rstd * rate)[:, None] + (m_g * rate)[:, None])
+            G = (y * rstd[:, None] + e) * rate[:, None] - (z * (m_gz * rate)[:, None] + (m_g * rate)[:, None])
             tl.store(G_ptr + at * (R * H * D) + tile, G.to(dt), mask=inside[:, None])
             GT = tl.trans((minus_c_last * G).to(dt))
             ST = tl.dot(GT, k, acc=ST, input_precision="ieee")

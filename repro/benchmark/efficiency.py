@@ -13,6 +13,7 @@ import torch
 from kernels import selected_backend
 
 from ..core.errors import Interrupted, RunError, UserError, blame
+from ..core.noise import mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
@@ -156,8 +157,8 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
     """Draw Fig. 6 and the panels of Fig. 1 for each size of each batch size, dtype, mode and compilation that was measured."""
     from ..core.figures import LABELS, against_resolution, at_largest
 
-    first = [row for row in rows if row["run"] == 1]
-    for (batch_size, dtype, mode, compiled), group in group_rows(first).items():
+    pooled = mark_noise(pool_runs(rows))
+    for (batch_size, dtype, mode, compiled), group in group_rows(pooled).items():
         for size in SIZES:
             series = family_rows(group, size)
             sides = {row["image_size"][0] for own in series.values() for row in own}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..core.errors import RunError, UserError, did_you_mean
 from ..core.paths import Paths
-from ..core.record import installed_version, make_identity, read_json, versions, write_record
+from ..core.record import has_versions, installed_version, make_identity, read_json, versions, write_record
 from ..core.runtime import device_label, device_slug, gpu_names
 
 Row = dict[str, Any]
@@ -265,7 +265,7 @@ class _Table:
     def _read(self, one: bool) -> dict[str, Any]:
         """The metrics of the record so far; empty where there is none, or where other versions made it and it is made anew as a whole."""
         record = read_json(self.path) if self.path.exists() else {"metrics": {}, "identity": {"versions": versions()}}
-        if record["identity"]["versions"] == versions():
+        if has_versions(record["identity"]["versions"]):
             return record["metrics"]
         if one:
             raise UserError(f"{self.path}: was made with other versions; run without --op to make all of it again")
@@ -335,7 +335,7 @@ def _is_checked(path: Path, chosen: Iterable[Any]) -> bool:
     names = {cases.NAME for cases in chosen}
     same = all(metrics["source_hash"].get(cases.NAME) == source_hash(cases) for cases in chosen)
     wrong = [row for row in metrics["rows"] if row["operator"] in names and row["passed"] is False]
-    return record["identity"]["versions"] == versions() and same and not wrong and not names & set(metrics.get("unfinished", []))
+    return has_versions(record["identity"]["versions"]) and same and not wrong and not names & set(metrics.get("unfinished", []))
 
 
 def _report_ahead(outcome: Any) -> None:

@@ -1,6 +1,8 @@
 """Whether other work on the machine disturbed a row of speed: by its own samples, the load before it, and the rows beside it."""
 
-from collections.abc import Iterable, Mapping
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -10,6 +12,47 @@ TOLERANCE = 0.2
 LOAD_TOLERANCE = 0.5
 # rows that share these differ in their image size alone
 _ALIKE = ("model", "options", "attention", "batch_size", "dtype", "mode", "compile", "device", "backend", "run")
+
+
+# Student's t for a 95 % interval, by the number of processes; over fewer there is a range, and no interval. SciPy is not everywhere.
+STUDENT = {5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
+
+
+def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One row for all runs of a measurement, each of which had a process of its own, by the same code and the same PyTorch.
+
+    Its latency and its peak are the medians over its quiet runs, or over all if none is quiet; `processes` says how many these are, and
+    `samples_ms` has the latency of each. `latency_ms_ci95` is then of the mean over processes in logarithms, where they are as many as
+    in `STUDENT`. A row of one run is as it was measured. Where the code changed between runs, the rows of the first one count.
+    """
+    groups: dict[tuple, dict[tuple, list[Row]]] = {}
+    for row in rows:
+        what = *(str(row.get(key)) for key in _ALIKE if key != "run"), *row["image_size"]
+        groups.setdefault(what, {}).setdefault((row.get("code_hash"), row.get("torch_version")), []).append(row)
+    first = (min(by_code.values(), key=lambda runs: min(row.get("run", 1) for row in runs)) for by_code in groups.values())
+    return [_pool(sorted(runs, key=lambda row: row.get("run", 1))) for runs in first]
+
+
+def _pool(runs: Sequence[Row]) -> dict[str, Any]:
+    measured = [row for row in runs if row.get("status", "ok") == "ok" and row.get("latency_ms")]
+    measured = [row for row in measured if not find_noise(row)] or measured
+    if len(measured) < 2:
+        return {**(measured or runs)[0], "run": 1}
+    latencies = [row["latency_ms"] for row in measured]
+    latency, peaks = statistics.median(latencies), [row["peak_memory_mib"] for row in measured]
+    logs = list(map(math.log, latencies))
+    half = STUDENT.get(len(logs), math.nan) * statistics.stdev(logs) / math.sqrt(len(logs))
+    interval = [math.exp(statistics.fmean(logs) + side * half) for side in (-1, 1)]
+    return {
+        **measured[0],
+        "run": 1,
+        "processes": len(measured),
+        "latency_ms": latency,
+        "throughput_img_per_s": measured[0]["batch_size"] * 1e3 / latency,
+        "peak_memory_mib": None if None in peaks else statistics.median(peaks),
+        "samples_ms": latencies,
+        "latency_ms_ci95": interval if len(logs) in STUDENT else None,
+    }
 
 
 def find_interval(row: Row) -> tuple[float, float] | None:

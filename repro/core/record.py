@@ -175,6 +175,11 @@ def _hide_folders(word: str, root: Path) -> str:
     return f"{option}{equals}{path.relative_to(root) if path.is_relative_to(root) else f'.../{path.name}'}"
 
 
+def has_versions(recorded: Mapping[str, str | None]) -> bool:
+    """Whether the packages that a record names are installed here in the versions of the record."""
+    return recorded.items() <= versions().items()
+
+
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that numbers depend on, without importing them."""
     return {"python": platform.python_version(), **{name: installed_version(name) for name in _VERSIONS_OF}}

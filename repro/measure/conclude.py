@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.noise import describe_noise, mark_noise
+from ..core.noise import describe_noise, mark_noise, pool_runs
 from .op_rate import OPERATORS
 from .sweep import GROUP_KEYS, SIZES, family_rows, group_rows, row_key
 
@@ -14,7 +14,7 @@ _GROWTH_FROM = 512  # pixels; below this, costs that do not grow with the tokens
 
 
 def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare the rows of `speed.measure`, each with its `run`, and fit their growth; for the gates, see `op_rate.measure_gate`.
+    """Compare the rows of `speed.measure`, pooled over their runs, and fit their growth; for the gates, see `op_rate.measure_gate`.
 
     Only rows of one batch size, dtype, mode and compilation are set against each other. A noisy row gives no time: see `core.noise`.
 
@@ -26,11 +26,11 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
         `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent, latency_exponent,
         memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its exponent, fitted from 512 pixels on;
         the time without its noisy rows, whose sides are in `noisy_image_sizes`.
-        `repeated`: {rows, overlap_percent} of the rows that were measured twice.
+        `repeated`: {rows, overlap_percent} of the first two runs of the rows that were measured more than once.
     """
-    first = mark_noise(row for row in rows if row["run"] == 1)
+    pooled = mark_noise(pool_runs(rows))
     compared, growth = [], []
-    for values, group in group_rows(first).items():
+    for values, group in group_rows(pooled).items():
         about = dict(zip(GROUP_KEYS, values, strict=True))
         for size in SIZES:
             families = family_rows(group, size)
@@ -40,7 +40,7 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
         for model, attention in dict.fromkeys((row["model"], row["attention"]) for row in group):
             own = [row for row in group if (row["model"], row["attention"], row["status"]) == (model, attention, "ok")]
             growth.append({**about, "model": model, "attention": attention or "none", **_fit_growth(own)})
-    again = [row for row in rows if row["run"] == 2]
+    first, again = ([row for row in rows if row["run"] == run] for run in (1, 2))
     repeated = {"rows": len(again), "overlap_percent": overlap_percent(first, again)}
     if repeated["overlap_percent"] is None:
         repeated["reason"] = "nothing was measured twice; use --runs 2"

@@ -77,8 +77,7 @@ def count_block(name: str, *, batch: int, side: int, fused: bool) -> dict[str, f
         tokens = torch.empty(batch, side * side, width, dtype=torch.bfloat16)
         if not fused:
             return lambda: block.forward_plainly(tokens, (side, side))
-        with torch.no_grad():
-            fused_block.find_constants(block, side * side)
+        fused_block.freeze(block, side * side)
         return lambda: fused_block.forward(block, tokens, (side, side))
 
     found = count_launches(make)

@@ -9,7 +9,6 @@ what runs everywhere else.
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +39,6 @@ class Constants(NamedTuple):
     up_bias: Tensor
     down_weight: Tensor
     state: tuple[Tensor, ...]
-
-
-# a block -> the versions of its weights and the constants made of them, where no gradient is needed
-_KNOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Constants]]" = weakref.WeakKeyDictionary()
 
 
 def is_plain(reading: Reading) -> bool:
@@ -108,17 +103,15 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
 
 
 def find_constants(block: Any, tokens: int) -> Constants:
-    """The `Constants` of a block: those made before where its weights are the same and need no gradient."""
-    weights = list(block.parameters())
-    tracked = not any(weight.is_inference() for weight in weights)
-    if (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)) or torch.compiler.is_compiling() or not tracked:
-        return make_constants(block, tokens)
-    key = (tokens, *((weight.untyped_storage()._cdata, weight._version, weight.dtype, weight.device) for weight in weights))
-    known = _KNOWN.get(block)
-    if known is None or known[0] != key:
-        with torch.inference_mode(False), torch.no_grad():
-            known = _KNOWN[block] = key, make_constants(block, tokens)
-    return known[1]
+    """The `Constants` of a block: those that `freeze` has kept, where no gradient is wanted, else new ones."""
+    kept = None if torch.is_grad_enabled() else block.constants
+    return kept if kept is not None and kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens) else make_constants(block, tokens)
+
+
+def freeze(block: Any, tokens: int) -> None:
+    """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight in between is not seen."""
+    with torch.inference_mode(False), torch.no_grad():
+        block.constants = make_constants(block, tokens)
 
 
 def make_constants(block: Any, tokens: int) -> Constants:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from .backbone import Grid, init_linear, register_sizes, rename_prefixes
 from .hierarchy import Hierarchy, Stage
-from .vit3 import EPS, InnerTraining, Rotation
+from .vit3 import InnerTraining, Rotation
 
+EPS = 1e-5  # of the LayerNorms
 BASE = 10000.0  # of the rotations' frequencies
 
 
@@ -204,8 +205,11 @@ def _to_tokens(x: Tensor) -> Tensor:
 
 
 def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
-    """(B, h·w, C) -> (B, C, h, w), a channels-last view."""
-    return tokens.transpose(1, 2).unflatten(2, grid)
+    """(B, h·w, C) -> (B, C, h, w), a channels-last view.
+
+    By `unflatten` before `permute` one image gets the stride of an image too; without it, PyTorch's BatchNorm2d returns wrong gradients.
+    """
+    return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
 _SMALL = {"widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}

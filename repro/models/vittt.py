@@ -28,6 +28,8 @@ class VitttBlock(nn.Module):
     arguments are those of `TTTMixer`. All of this is the default reading; `Reading` has the others.
     """
 
+    constants: fused_block.Constants | None = None  # kept by `Vittt.freeze`
+
     def __init__(
         self, dim: int, num_heads: int, num_tokens: int, *, design: Design, pool: Pool, drop_path: float, reading: Reading, **learner: Any
     ):
@@ -41,6 +43,19 @@ class VitttBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
         self.mlp = SwiGLU(dim, int(8 * dim / 3), bias=reading.swiglu_bias)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def train(self, mode: bool = True) -> "VitttBlock":
+        """As every module; forgets what `Vittt.freeze` has kept, as moving, casting and loading do."""
+        self.constants = None
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "VitttBlock":
+        self.constants = None
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.constants = None
+        super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
@@ -138,6 +153,15 @@ class Vittt(Backbone):
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
         """Positions of the class tokens in the token sequence, ascending; see `class_positions`."""
         return class_positions(self.pool, num_patches)
+
+    def freeze(self) -> "Vittt":
+        """Keep what the GPU's kernels make of the weights, some 25 small operations a block, from now on; for inference.
+
+        Training, moving, casting or loading the model ends it. Another write to the weights does not, and must not happen.
+        """
+        for block in self.blocks:
+            fused_block.freeze(block, self.grid_size[0] * self.grid_size[1])
+        return self
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Image (B, C, H, W) -> tokens (B, T, D) with positions and class tokens, and the (h, w) grid of the patches."""

@@ -15,8 +15,8 @@ from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
 from .contest import find_speeds
-from .document import Block, Bullets, Line, Link, PageLink, Picture, Piece, Table, Text, code, plain, prose, strong, table
-from .gallery import OUTSIDE, describe_origin, find_pictures, picture_blocks
+from .document import Block, Bullets, Line, PageLink, Picture, Piece, Table, Text, code, plain, prose, strong, table
+from .gallery import OUTSIDE, describe_origin, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
 from .paper import Contest, Question
@@ -27,14 +27,12 @@ from .verdicts import (
     EXPLAINED,
     FITTED,
     INCONSISTENT,
-    KINDS,
     MATCHED,
     NOT_MEASURABLE,
-    NOT_MEASURED,
     TRUNCATED,
     UNEXPLAINED,
     Verdict,
-    describe_counts,
+    format_counts,
     format_ours,
     significant,
 )
@@ -44,12 +42,12 @@ Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was m
 
 
 def lead_blocks(report: Report) -> tuple[Block, ...]:
-    """The opening of a paper's page: its claim, our verdict in sentences, pictures, our answer in numbers, and what is not measured."""
+    """The opening of a paper's page: its claim, our verdict in sentences, a picture, and our answer in numbers."""
     paper, about = report.paper, report.paper.ledger.paper
-    pictures = [name for pattern in paper.pictures for name in find_pictures(report.results, pattern)[:1]]
-    shown = [block for name in pictures for block in _lead_picture(name, report)]
+    drawn = [picture_blocks(f"figures/{each.file}", each.file, report) for each in paper.drawings if each.find(report)]
+    shown = _contest_picture(report) or [block for blocks in drawn for block in blocks]
     claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
-    return claim, verdict_block(report), *shown, *answer_blocks(report), _open_entries(report)
+    return claim, verdict_block(report), *shown, *answer_blocks(report)
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
@@ -119,7 +117,7 @@ def _compare_speeds(contest: Contest, results: Results) -> Line | None:
     )
     limits = [f"up to {size}² than {attention} {theirs}" for attention, size in slower.items() if size]
     below = f". It is slower {', and '.join(limits)}." if limits else "."
-    below += " The code has changed since." if describe_age([speeds.source]) else ""
+    below += " The code that was timed has changed since." if describe_age([speeds.source]) else ""
     return strong(f"On a {kind.upper()} ({name})"), text, below
 
 
@@ -189,7 +187,7 @@ def answer_blocks(report: Report) -> tuple[Table, Line]:
     gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
     facts.append(("anything on a GPU", ", ".join(gpus) or strong("not measured"), "–"))
     return table(["", "ours", "measured on"], facts), (
-        f"Of the paper's {len(report.all)} numbers and statements, {describe_counts(report.all)}.",
+        f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}.",
     )
 
 
@@ -257,23 +255,6 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
             shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
         facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
     return facts
-
-
-def _open_entries(report: Report) -> Line:
-    kinds = Counter(verdict.entry.kind for verdict in report.all if verdict.status == NOT_MEASURED.word)
-    named = "; ".join(f"{label}: {kinds[kind]}" for kind, label in KINDS.items() if kinds[kind])
-    text = f": {kinds.total()} of the {len(report.all)} entries" + (f" ({named}). " if named else ". ")
-    return strong("Not measured"), text, Link("Why, and what would measure them", "Not measured, and why"), "."
-
-
-def _lead_picture(name: str, report: Report) -> tuple[Line, Line]:
-    contest, results = report.paper.contest, report.results
-    if contest and name == f"figures/{contest.picture}" and (blocks := _contest_picture(report)):
-        return blocks
-    figure = next((each for each in report.paper.figures if name in find_pictures(results, each.files)), None)
-    shown, origin = picture_blocks(name, f"{figure.place}, ours" if figure else Path(name).stem, report)
-    about = f"Ours of {figure.place}, where the paper shows {figure.shows}. " if figure else ""
-    return shown, (about, *origin)
 
 
 def _contest_picture(report: Report) -> tuple[Line, Line] | None:

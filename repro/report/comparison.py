@@ -72,8 +72,9 @@ def headlines(report: Report) -> Section:
         name = report.paper.baseline
         text = (
             f"A speed or a memory that is measured elsewhere than on the paper's device says what holds on that device. The paper's {name} "
-            "has unfused attention; people run the fused one today, so both are given. In brackets is what the steps of one process allow, "
-            "which is narrower than what another process may give."
+            "has unfused attention; people run the fused one today, so both are given. In brackets is the range of the "
+            "processes that measured a row, from five on their 95 % interval; of a single process, that of its steps, which is narrower "
+            "than what another process may give."
         )
         blocks.append((text,))
     return Section("Headline claims", blocks)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.noise import find_interval
 from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .paper import Paper
@@ -32,12 +33,13 @@ def speed_and_memory(results: Results) -> Section:
     if not results.speed_rows:
         return Section(title, [prose("Nothing is measured yet: `repro efficiency`.")])
     text = (
-        "Each row is the median step of a fresh process, with its distribution-free 95 % interval. A model with softmax attention runs "
+        "Each row is the median step of a fresh process, or the median over several, with its range: the 95 % interval where there are "
+        "five processes or six steps, else from the least to the largest. A model with softmax attention runs "
         "twice: `unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today. These rows stand for "
         "their own device only. A row is noisy where other work on the machine disturbed it (`docs/speed.md`): it gives no ratio."
     )
     blocks: list[Block] = [prose(text)]
-    header = ["model", "attention", "pixels", "images/s", "step (ms)", "95 % interval", "peak memory (MiB)", "multiply-adds (G)"]
+    header = ["model", "attention", "pixels", "images/s", "step (ms)", "range (ms)", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
         age = describe_age({source.path: source for _, source in rows}.values())
         blocks.append(Heading(f"{group}, {group.mode}{age}"))
@@ -221,7 +223,7 @@ def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
 
 def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
     height, width = row["image_size"]
-    interval = " – ".join(map(significant, row["latency_ms_ci95"] or ())) or "–"
+    interval = " – ".join(map(significant, find_interval(row) or ())) or "–"
     return [
         row["model"],
         row["attention"] or "–",

@@ -142,7 +142,6 @@ class Paper:
     headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
     questions: tuple[Question, ...] = ()  # what its page answers first
     contest: Contest | None = None
-    pictures: tuple[str, ...] = ()  # patterns of the pictures on top of its page, relative to results/
     figures: tuple[Figure, ...] = ()  # in the paper's order
     drawings: tuple[Drawing, ...] = ()  # further pictures
     variants: Variants | None = None  # what it ablates

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
-from ..core.noise import describe_noise, find_interval, mark_noise
+from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
 from .paper import Paper
@@ -97,8 +97,8 @@ class Results:
             if is_stage and not isinstance(rows, list):
                 raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-            speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row) and row.get("run", 1) == 1]
-            for row in name_keys(mark_noise(speeds), f"{source.path}: metrics.rows"):
+            speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row)]
+            for row in name_keys(mark_noise(pool_runs(speeds)), f"{source.path}: metrics.rows"):
                 # a processor's threads come after a comma; a sweep by hand may have rows of several numbers of them
                 if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
                     why = f"a row names the device {row['device']}, and the record {source.device}"

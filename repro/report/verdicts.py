@@ -17,56 +17,26 @@ class Status(Mark):
     """A status of an entry: its word is as claims.csv has it, its text stands for it in a table."""
 
     means: str  # a sentence for the legend
-    counted: str  # how many entries have it, as part of a sentence
 
 
-MATCHED = Status("✓", "matched", means="ours, rounded to the paper's printed digits, is the paper's number", counted="{} match")
-TRUNCATED = Status(
-    "✓", "matched, truncated", means="ours is the paper's number when its further digits are cut off", counted="{} match when cut off"
-)
-FITTED = Status(
-    "≈",
-    "fitted",
-    means="ours agrees by a convention that was fitted to such rows, so that it is no evidence",
-    counted="{} agree by a fitted convention",
-)
-DECLARED = Status(
-    "≈",
-    "declared",
-    means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
-    counted="{} are settings that we declare",
-)
+MATCHED = Status("✓", "matched", means="ours, rounded to the paper's printed digits, is the paper's number")
+TRUNCATED = Status("✓", "matched, truncated", means="ours is the paper's number when its further digits are cut off")
+FITTED = Status("≈", "fitted", means="ours agrees by a convention that was fitted to such rows, so that it is no evidence")
+DECLARED = Status("≈", "declared", means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence")
 EXPLAINED = Status(
-    "≠ᵉ",
-    "differs, explained",
-    means="ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
-    counted="{} differ for a reason that is shown",
+    "≠ᵉ", "differs, explained", means="ours is another number (ours − paper is in parentheses), and a computation or a source shows why"
 )
-UNEXPLAINED = Status("≠", "differs, unexplained", means="ours is another number, and nobody has shown why", counted="{} differ unexplained")
+UNEXPLAINED = Status("≠", "differs, unexplained", means="ours is another number, and nobody has shown why")
 INCONSISTENT = Status(
-    "⚠",
-    "paper inconsistent",
-    means="the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
-    counted="in {} the paper contradicts itself",
+    "⚠", "paper inconsistent", means="the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence"
 )
 NOT_MEASURABLE = Status(
     "–",
     "not measurable as described",
     means="nobody can have measured this under the conditions that the paper names; the page lists the computation",
-    counted="{} cannot be measured as described",
 )
-NOT_MEASURED = Status(
-    "–",
-    "not measured",
-    means="we have no number under the paper's conditions, and the page lists reasons and commands",
-    counted="{} are not measured",
-)
-OUT_OF_SCOPE = Status(
-    "○",
-    "out of scope",
-    means="it needs a model of another field than vision, which this project does not build",
-    counted="{} are out of scope",
-)
+NOT_MEASURED = Status("–", "not measured", means="we have no number under the paper's conditions, and the page lists reasons and commands")
+OUT_OF_SCOPE = Status("○", "out of scope", means="it needs a model of another field than vision, which this project does not build")
 STATUSES = {
     each.word: each
     for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED, OUT_OF_SCOPE)
@@ -123,7 +93,7 @@ class Elsewhere:
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
             return (value if isinstance(value, str) else _format_bool(value)) + scope
-        interval = f" (steps allow {ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
+        interval = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
 
     def __str__(self) -> str:
@@ -165,13 +135,6 @@ def format_counts(verdicts: Iterable[Verdict]) -> str:
     """E.g. `47 matched; 8 differs, explained`, without the statuses that none has."""
     counts = count_statuses(verdicts)
     return "; ".join(f"{counts[word]} {word}" for word in STATUSES if counts[word])
-
-
-def describe_counts(verdicts: Iterable[Verdict]) -> str:
-    """The same as a sentence: `47 match and 8 differ`."""
-    counts = count_statuses(verdicts)
-    *parts, last = [status.counted.format(counts[word]) for word, status in STATUSES.items() if counts[word]]
-    return f"{', '.join(parts)} and {last}" if parts else last
 
 
 def format_ours(verdict: Verdict) -> Piece:

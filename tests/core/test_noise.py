@@ -1,11 +1,13 @@
 """Which rows of speed are noisy, on rows made by hand."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise
+from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise, pool_runs
+from repro.core.statistics import describe_sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +83,32 @@ def test_rows_by_an_older_version_are_judged_by_what_they_hold():
     for row in mark_noise(old):
         low, high = row["latency_ms_ci95"] or (min(row["samples_ms"]), max(row["samples_ms"]))
         assert ("spread" in row["noisy"]) == ((high - low) / row["latency_ms"] > TOLERANCE)
+
+
+def make_runs(*latencies, **more):
+    rows = [make_row(latency=each, run=run, peak_memory_mib=10.0 * run, **more) for run, each in enumerate(latencies, 1)]
+    return [{**row, "throughput_img_per_s": 1e3 / row["latency_ms"], "code_hash": "a", "torch_version": "2"} for row in rows]
+
+
+def test_few_processes_have_a_range_and_no_interval():
+    (row,) = pool_runs(make_runs(100.0, 110.0, 90.0))
+    assert (row["processes"], row["latency_ms"], row["throughput_img_per_s"], row["peak_memory_mib"]) == (3, 100.0, 10.0, 20.0)
+    assert row["latency_ms_ci95"] is None and find_interval(row) == (90.0, 110.0)
+
+
+def test_five_processes_have_an_interval_of_their_mean():
+    """By Student's t, in logarithms, as for numbers over seeds."""
+    logs = [4.5, 4.55, 4.6, 4.65, 4.7, 4.62, 4.58, 4.55, 4.66]
+    for count in range(5, 10):
+        (row,) = pool_runs(make_runs(*map(math.exp, logs[:count])))
+        assert row["latency_ms_ci95"] == pytest.approx([math.exp(end) for end in describe_sample(logs[:count]).ci95], rel=1e-5)
+
+
+def test_noisy_runs_are_left_out_while_there_is_a_quiet_one():
+    quiet, noisy = make_runs(100.0, 150.0)
+    assert pool_runs([quiet, noisy | {"latency_ms_ci95": (100.0, 200.0)}])[0]["latency_ms"] == 100.0
+
+
+def test_runs_of_other_code_are_not_pooled():
+    first, second = make_runs(100.0, 50.0)
+    assert [row["latency_ms"] for row in pool_runs([second | {"code_hash": "b"}, first])] == [100.0]

@@ -15,7 +15,7 @@ from kernels.tools.check import DTYPES, cast, differentiate, poisoned_memory, re
 INPUTS, draw = cases.INPUTS, cases.draw
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_wkv.npz"
-BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "numba", "reference"])
 
 
 def errors(inputs, sizes, expected=None):
@@ -56,6 +56,30 @@ def test_any_sign_and_size(decay, sign):
     assert has_exponents(*inputs[:-1])
     assert max(errors([x.float() for x in inputs], sizes).values()) < 5e-3
     assert max(errors(inputs, sizes).values()) < 1e-10
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_long_sequences_lose_no_digits(backend):
+    """w is about 1/T: an exponent near 1 loses a part of it in each rounding, of which there are thousands."""
+    sizes = Sizes(batch=1, tokens=16_384, channels=3)
+    inputs = [x.float() for x in draw(0, sizes)]
+    w, u, k, v, _ = (x.double() for x in inputs)
+    rows = torch.arange(0, sizes.tokens, 1021)
+    between = (rows[:, None] - torch.arange(sizes.tokens)).abs()[..., None] - 1
+    weights = (torch.where(between < 0, u, -between * w) + k).softmax(1)
+    found = differentiate(cases, inputs, sizes, backend)
+    assert relative_error(found["out"][0, rows], (weights * v).sum(1)) < 1e-6
+    want = differentiate(cases, [x.double() for x in inputs], sizes, "torch")
+    assert max(relative_errors(found, want, cases.FLOOR).values()) < 3e-6
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("decay", [-1e30, -1e6, 1e6, torch.inf])
+def test_a_decay_that_rounds_exponents_away_is_refused(decay, backend):
+    w, u, k, v, _ = (x.float() for x in draw(0, Sizes(batch=2, tokens=74, channels=3)))
+    w[1] = decay
+    with pytest.raises(ValueError, match="w: its largest size times the 74 tokens is"):
+        bi_wkv(w, u, k, v, backend=backend)
 
 
 def test_exponents_are_left_out_where_they_may_be():

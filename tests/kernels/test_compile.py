@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,14 @@ def spills(row):
 
 def test_they_are_compiled():
     assert not INTERPRETED, "TRITON_INTERPRET is set: run this file without it"
+
+
+def test_the_state_s_gradient_is_read_after_a_barrier():
+    """Between groups it waits in memory, where one thread reads what another wrote."""
+    one = OPERATORS["ttt_linear"].compilation("ttt_linear_backward_back", "bf16")
+    words = re.findall(r"tt\.store|barrier", one.compile(90).asm["ttir"])
+    # dW0 and db0, then what is written once, behind the loop: dgamma, dmu and dscale
+    assert words[-6:] == ["tt.store", "tt.store", "barrier", *["tt.store"] * 3]
 
 
 # Of the record: every kernel, size, dtype, config and target.

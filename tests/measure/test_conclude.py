@@ -68,7 +68,7 @@ def test_conclusions_by_hand():
     rows = [make_row(VITTT, None, side, (side / 640) ** 2 * 10, (side / 640) ** 2 * 100) for side in (512, 640, 1280)]
     rows += [make_row(DEIT, "unfused", side, (side / 640) ** 4 * 40, (side / 640) ** 4 * 400) for side in (512, 640)]
     rows += [make_row(DEIT, "unfused", 1280, None, None, status="oom")]
-    rows += [make_row(VIM, None, 640, 50.0, 100.0), make_row(VITTT, None, 640, 1.0, 1.0, run=2)]
+    rows += [make_row(VIM, None, 640, 50.0, 100.0), make_row(VITTT, None, 640, 10.0, 100.0, run=2)]
     found = conclude(rows, [GATE])
     unfused, vim = found["compared"]
     assert (unfused["against"], unfused["size"], unfused["image_size"]) == ("deit", "T", 640)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from repro.models.backbone import PlainBackbone, remove_tokens
 from repro.models.hierarchy import Hierarchy
-from tests.models.helpers import HIERARCHICAL, nano, nano_name, shaken
+from tests.models.helpers import HIERARCHICAL, nano, nano_name, relative, shaken
 from tests.slow import first
 
 SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
@@ -237,6 +237,16 @@ def test_no_gradient_crosses_from_image_to_image(family, options):
     shaken(nano(family, **options))(images)[1].sum().backward()
     assert images.grad[1].abs().min(dim=0).values.max() > 0
     assert not images.grad[[0, 2]].any()
+
+
+@pytest.mark.parametrize(("family", "options"), named([*FAMILIES, *((family, {}) for family in HIERARCHICAL)]))
+def test_gradients_of_one_image_are_half_of_those_of_two(family, options):
+    """Kernels take other paths at a batch of 1, whose strides are arbitrary."""
+    model = frozen_statistics(shaken(nano(family, **options))).double()
+    image = torch.randn(1, 3, 64, 80, dtype=torch.double)
+    of_one, of_two = gradients(model, image), gradients(model, torch.cat([image, image]))
+    for name, gradient in of_one.items():
+        assert relative(gradient, of_two[name] / 2) < 1e-5, name
 
 
 def assert_compiled_equals_eager(family, options, backend):

@@ -58,6 +58,15 @@ def test_model_equals_the_official_release(truth):
         assert relative(parameters[name].grad, expected) < 1e-4, name
 
 
+def test_layer_norms_have_the_eps_of_the_release():
+    """At a deviation of 1e-3 the variance is a tenth of the release's eps of 1e-5 (`nn.LayerNorm`'s default)."""
+    norms = [module for module in nano("hvit3").modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert norms
+    for norm in norms:
+        x = 1e-3 * torch.randn(4, *norm.normalized_shape)
+        torch.testing.assert_close(norm(x), F.layer_norm(x, norm.normalized_shape, eps=1e-5))
+
+
 def test_official_file_with_its_tables_of_rotations(truth, tmp_path):
     state = below(truth, "state_dict/")
     tables = {f"layers.{i}.blocks.0.rope.rotations": torch.zeros(2, 3, 4, 2) for i in range(4)}

@@ -61,7 +61,7 @@ def choice_section(report: Report) -> list[Section]:
         return []
     text = (
         "Vittt's learner does not reduce to linear attention: its error is taken after a LayerNorm. `plain` has neither LayerNorm nor bias, "
-        "and `dot` the dot product for its loss as well. The paper does not ask this. All trainings are of nanos, by the recipe of the "
+        "and `dot` the dot product for its loss as well. The paper does not ask this. All trainings are of small models, by the recipe of the "
         "unchanged model."
     )
     return [Section("Does it hold for Vision-TTT?", [prose(text), *describe_backbones(report), *describe_choice(report)])]

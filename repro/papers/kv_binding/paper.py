@@ -59,7 +59,6 @@ PAPER = Paper(
         Question(label="speeds", entries=("table2_*.*.tokens_m_per_s",)),
     ),
     drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
-    pictures=(f"figures/{PICTURE}",),
     sections=(residuals_section, forms_section, changes_section, choice_section, probes_section),
     variants=Variants(
         options=VARIANTS,

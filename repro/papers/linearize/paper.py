@@ -69,7 +69,6 @@ PAPER = Paper(
             "deit": ("deit_tiny_patch16_224", "unfused"),
         },
     ),
-    pictures=("figures/t5_resolution.png",),
     sections=(recovery_section, attention_section),
     variants=Variants(
         options=VARIANTS,

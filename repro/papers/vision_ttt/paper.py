@@ -104,7 +104,6 @@ PAPER = Paper(
             "deit": ("deit_tiny_patch16_224", "unfused"),
         },
     ),
-    pictures=("figures/readme_resolution.png",),
     figures=FIGURES,
     sections=(flops_section, interpretability_section),
     passages={

@@ -66,21 +66,21 @@ PAPER = Paper(
         Question(label="parameters of the design study", entries=tuple(f"{rows}.params_m" for rows in _STUDY)),
         Question(
             label="multiply-adds (FLOPs) of the design study",
-            says="FLOPs of the design study",
+            says="the design study's FLOPs",
             entries=tuple(f"{rows}.macs_g" for rows in _STUDY),
             shown=("table4.fc.macs_g", "table4.r1_l2.macs_g", "table4.glu.macs_g", "table4.conv.macs_g", "table4.dwconv.macs_g"),
             shown_label="FC, MLP, gated, Conv, DWConv",
         ),
         Question(
             label="parameters of ViT³, H-ViT³ and DiT³",
-            says="parameters",
+            says="the models' parameters",
             entries=tuple(f"{rows}.params_m" for rows in _OWN),
             shown=tuple(f"table7.vit3_{size}.params_m" for size in "tsb"),
             shown_label="ViT³-T/S/B",
         ),
         Question(
             label="multiply-adds (FLOPs) of ViT³, H-ViT³ and DiT³",
-            says="FLOPs of the models",
+            says="the models' FLOPs",
             why="the paper does not say which counter it used",
             entries=(*(f"{rows}.macs_g" for rows in _OWN), "table8*.h_vit3_*.macs_g"),
             shown=tuple(f"table7.vit3_{size}.macs_g" for size in "tsb"),
@@ -109,7 +109,6 @@ PAPER = Paper(
             "deit": ("deit_tiny_patch16_224", "unfused"),
         },
     ),
-    pictures=("figures/vit3_resolution.png",),
     figures=(
         Figure(
             place="Fig. 3",

@@ -41,6 +41,12 @@ def test_nan_fills_its_channel():
     assert bad[1, :, 2].all() and bad.sum() == 20
 
 
+def test_a_decay_that_rounds_exponents_away_fills_its_channel():
+    w, u, k, v, _ = (x.float() for x in draw(0, Sizes(batch=2, tokens=20, channels=3)))
+    w[1] = -1e30
+    assert bi_wkv(w, u, k, v, backend="triton").isnan().all((0, 1)).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("tokens", [41, *[slow(tokens) for tokens in (32, 64, 79)]])
 @pytest.mark.parametrize(
     ("decay", "keys", "limit"), [(None, 1.0, 1e-5), *[slow(*values) for values in ((0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4))]]

@@ -65,6 +65,13 @@ def test_the_forward_pass_in_two_phases(tokens, options):
     assert_passes(small(tokens, 2, **options), config=TWO_PHASES)
 
 
+def test_tokens_that_are_alike():
+    """In two phases and two launches, from chunk to chunk: the mean of Z, which rounding makes, does not grow."""
+    two = triton_bwd.TwoPasses(*(candidates(torch.float16, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs)))
+    row = check.compare(cases, "", small(600, 1, alike=True), "fp16", seeds=[0], config=TWO_PHASES, backward_config=two)
+    assert row["passed"], row
+
+
 def test_two_phases_take_v_as_it_is():
     """v as a slice of a wider projection, and without kept states: the bits of a contiguous v."""
     given, _ = draw_arguments(Sizes(batch=2, tokens=40, heads=3), torch.float16)
