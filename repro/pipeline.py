@@ -176,7 +176,8 @@ def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] |
     for number, (_, listed) in enumerate(itertools.groupby(steps, key=lambda step: step.group), start=1):
         names = []
         for place, step in enumerate(listed, start=1):
-            names.append(f"{shlex.join(step.words)}{' (needs a quiet machine)' if step.group.quiet else ''}")
+            name = f"{shlex.join(step.words)}{' (needs a quiet machine)' if step.group.quiet else ''}"
+            names.append(f"{name}, step {len(works) + 1}" if name in works else name)
             log = paths.logs("measured", f"{number:02d}_{step.words[0]}") / f"{place:02d}.txt"
             more = {"after": before, "alone": not step.group.at_once, "environment": step.variables}
             works[names[-1]] = Work(arguments=step.words, log=log, **more)
