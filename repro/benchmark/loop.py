@@ -10,14 +10,13 @@ from typing import Any
 
 from ..core.csvfile import write_csv
 from ..core.errors import RunError, UserError, blame
-from ..core.hashing import hash_code
+from ..core.freshness import hash_row
 from ..core.noise import describe_noise, find_spread, mark_noise
 from ..core.record import installed_version
 from ..measure.flops import cost
 from ..measure.op_rate import OPERATORS, measure_gate
 from ..measure.speed import RowSpec, measure, unmeasured_row
 from ..measure.sweep import GROUP_KEYS, RowSchedule, row_key
-from ..models.registry import family_module
 
 COLUMNS = tuple(
     "row model attention image_size batch_size dtype mode compile device backend attention_kernel status noisy throughput_img_per_s "
@@ -67,12 +66,9 @@ class RowStore:
 
     def _hash_code(self, model: str) -> str:
         """The hash of the sources on which a row of this model depends."""
-        module = family_module(model)
-        if module not in self._code_hashes:
-            # families are found by lying in repro.models, where no import names them; only a model's own family shapes its rows
-            own = [module] if module.startswith("repro.") else []
-            self._code_hashes[module] = hash_code(self._root, ["repro.measure.speed", *own])
-        return self._code_hashes[module]
+        if model not in self._code_hashes:
+            self._code_hashes[model] = hash_row(self._root, model)
+        return self._code_hashes[model]
 
 
 def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:

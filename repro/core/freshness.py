@@ -67,6 +67,12 @@ def hash_number(root: Path, modules: Iterable[str]) -> str:
     return hash_sources(root, [file for file in closure if any(fnmatch(file, each) for each in patterns)])
 
 
+def hash_row(root: Path, model: str) -> str:
+    """The short hash of the sources that a row of speed of a model depends on, its family's alone: no import names the others."""
+    # a family's module begins the names of its models; timm's own models have none here
+    return hash_number(root, ["repro.measure.speed", f"repro.models.{model.partition('_')[0]}"])
+
+
 def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Name -> why it is old, for the old ones of some records, {metrics, identity}; what has no code hash is no record.
 

@@ -51,6 +51,8 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
             if group.mode == "infer" and key in models and height == width:
                 found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
                 found.rows[(*key, height)] = row
+                if not source.is_fresh:
+                    candidates[group, source.path] = dataclasses.replace(found, source=source)
 
     def rank(speeds: Speeds) -> tuple:
         wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)

@@ -41,7 +41,7 @@ def speed_and_memory(results: Results) -> Section:
     blocks: list[Block] = [prose(text)]
     header = ["model", "attention", "pixels", "images/s", "step (ms)", "range (ms)", "peak memory (MiB)", "multiply-adds (G)"]
     for group, rows in results.speed_rows.items():
-        age = describe_age({source.path: source for _, source in rows}.values())
+        age = describe_age(source for _, source in rows)
         blocks.append(Heading(f"{group}, {group.mode}{age}"))
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
         listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]

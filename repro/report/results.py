@@ -3,11 +3,12 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
+from ..core.freshness import hash_row
 from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
@@ -76,6 +77,7 @@ class Results:
         self.families = {family: options for paper in papers for family, options in paper.families.items()}
         self.sources = read_sources(paths, scores)
         self.used: set[str] = set()
+        self._hash_row = cache(partial(hash_row, paths.root))
 
     @cached_property
     def counts(self) -> dict[str, tuple[Mapping[str, Any], Source]]:
@@ -103,7 +105,9 @@ class Results:
                 if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
                     why = f"a row names the device {row['device']}, and the record {source.device}"
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
-                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
+                # a sweep may have rows by older code, which it does not measure again unless it is asked for them
+                is_fresh = row["code_hash"] == self._hash_row(row["model"]) if "code_hash" in row else source.is_fresh
+                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, dataclasses.replace(source, is_fresh=is_fresh)))
         return dict(sorted(groups.items()))
 
     @property
