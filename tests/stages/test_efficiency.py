@@ -32,7 +32,7 @@ def test_a_device_that_is_not_there_is_one_line(checkout, repro_cli, monkeypatch
     assert not Path("results/measured").exists()
 
 
-@pytest.mark.parametrize("options", [("--batch", "0"), ("--batch-size", "0"), ("--minutes", "0"), ("--mode", "test"), ("--runs", "3")])
+@pytest.mark.parametrize("options", [("--batch", "0"), ("--batch-size", "0"), ("--minutes", "0"), ("--mode", "test"), ("--runs", "10")])
 def test_options_out_of_range_are_refused(checkout, repro_cli, options):
     code, _, err = repro_cli("efficiency", *options)
     assert code == 2 and options[0] in err
