@@ -1,6 +1,7 @@
 """What a page opens with and README shows: every number from a record, with what it was measured on, whomever it speaks for."""
 
 import datetime
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,10 +224,15 @@ def test_this_readme_is_what_the_committed_records_give(committed, name):
 
 
 def test_what_the_verdict_says_of_speed_is_what_the_committed_rows_give(committed):
-    """The ratios at the largest size and the sizes up to which the model is slower, recomputed from the record's own rows."""
+    """The ratios at the largest size and the sizes up to which the model is slower, recomputed as medians of the record's own rows."""
     report = committed[0]
     rows = read_json(ROOT / find_speeds(report.paper.contest, report.results).source.path)["metrics"]["rows"]
-    times = {(row["model"], row["attention"], row["image_size"][0]): row["latency_ms"] for row in rows if row.get("run", 1) == 1}
+    runs: dict[tuple, list[float]] = {}
+    for row in sorted(rows, key=lambda row: "load" in row["noisy"] or "spread" in row["noisy"]):  # quiet ones first
+        found = runs.setdefault((row["model"], row["attention"], row["image_size"][0]), [])
+        if not found or not {"load", "spread"} & set(row["noisy"]):
+            found.append(row["latency_ms"])
+    times = {key: statistics.median(found) for key, found in runs.items() if None not in found}
     (said,) = [line for line in render_blocks([verdict_block(report)]).splitlines() if "times as fast" in line]
     for attention in ("unfused", "fused"):
         ratios = {size: times[DEIT, attention, size] / ms for (model, _, size), ms in times.items() if model == VITTT}
