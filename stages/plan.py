@@ -38,7 +38,7 @@ def command(
     paths = find_root()
     file = paths.params if profile is None else find_profile(paths, profile)
     given = parse_rates(img_per_s or [])
-    name, planned_for = (gpu, f"{gpu}, as asked") if gpu else _choose_device(load_yaml(file) or {})
+    name, planned_for = (gpu, f"{gpu}, as asked") if gpu else _choose_device(load_yaml(file))
     if name and tflops is None:
         tflops = find_peak(name)
     rates = Rates(given=given, gpu=name, tflops=1.0 if tflops is None else tflops, utilisation=utilisation)
