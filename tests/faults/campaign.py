@@ -1,0 +1,465 @@
+"""Faults by the thousand, and their counts as a record: `repro selftest faults --many`.
+
+One process imports everything and forks a child for each run, which saves the seconds that an import takes. A child is killed at a random
+moment, or just before one of its changes to the file system. Rows are appended to .runs/faults/rows.jsonl as they come, so that a stopped
+campaign continues. The record is results/measured/<device>/faults/metrics.json.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
+
+import stages
+from repro.core.config import active_profile, load_section, load_yaml, section_keys
+from repro.core.errors import RunError, UserError
+from repro.core.hashing import FIRST_PARTY, hash_code
+from repro.core.paths import Paths
+from repro.core.record import make_identity, write_record
+from repro.core.runtime import choose_device, device_label, device_slug
+from repro.models.checkpoints import open_weights
+from repro.models.weights import read_official
+from repro.training.checkpoint import Checkpointer
+from repro.training.guard import load_dump
+from tests.faults.lab import PARAMS
+
+MODULES = ["repro.cli", "repro.training.cells"]
+# what a run does to the file system, and what a kill may come before
+CHANGES = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
+NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "snapshot_epochs": [1]}
+_WEIGHTS = "results/pretrain/nano/weights.safetensors"
+_DENSE = {
+    "model": NANO["model"],
+    "options": {"depth": 4},  # the adapter wants four
+    "init": {"weights": _WEIGHTS},
+    "data": "scenes",
+    "epochs": 2,
+    "steps_per_epoch": 2,
+    "batch_size": 2,
+    "drop_path": 0.0,
+    "precision": "fp32",
+    "optim": {"lr": 1e-3, "warmup_lr": 1e-4, "lr_batch_size": 2, "schedule": "poly", "warmup_steps": 1, "layer_decay": 0.85},
+}
+_RCNN = {"fpn_channels": 8, "box_channels": 16, "mask_channels": 8, "mask_layers": 1, "train_proposals": 20, "test_proposals": 20}
+_T5 = {"model": "t5_nano_patch4_32", "options": {"depth": 1}, "batch_size": 32, "steps_per_epoch": 3, "drop_path": 0.0}
+CELLS: dict[str, Any] = {
+    "pretrain": {
+        "nano": NANO | {"options": {"depth": 4}},
+        "killed": NANO,
+        "diverging": NANO | {"max_bad_steps": 2, "optim": {"lr": 1e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}},
+    },
+    "baselines": {"teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"}},
+    "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
+    "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/baselines/teacher/weights.safetensors"}}},
+    "detect": {"killed": _DENSE | {"mask_rcnn": _RCNN | {"roi_samples": 8}, "transform": {"min_size": [64], "max_size": 64, "hflip": 0.0}}},
+    "segment": {
+        "killed": _DENSE
+        | {
+            "upernet": {"channels": 8, "aux_channels": 8, "pool_scales": [1, 2]},
+            "transform": {"scale": [64, 64], "ratio": [1.0, 1.0], "crop_size": 64, "stride": 64, "hflip": 0.0},
+        }
+    },
+    "generate": {
+        "killed": {
+            "model": "dit3_nano_patch4",
+            "options": {"depth": 1, "embed_dim": 24},
+            "data": "digits",
+            "seeds": [0],
+            "epochs": 2,
+            "steps_per_epoch": 3,
+            "batch_size": 16,
+            "ema_decay": 0.9,
+            "optim": {"lr": 0.003, "lr_batch_size": 16, "weight_decay": 0.0, "warmup_epochs": 0},
+            "transform": {"image_size": 16, "channels": 1, "hflip": 0.0},
+            "sampling": {"sampler": "ddim", "steps": 2, "guidance": 2.0},
+            "judge": {"weights": _WEIGHTS, "samples": 10},
+        }
+    },
+}
+SCENES = {
+    "kind": "scenes",
+    "expected": {"classes": 13, "train": 6, "tune": 2, "test": 2},
+    "draw": {"image_size": 128, "train": 6, "tune": 2, "test": 2, "seed": 0, "tune_fraction": 0.2, "test_fraction": 0.2, "split_seed": 0},
+}
+KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS if stage != "baselines"} | {"report": ("report",)}
+
+# a kind of file -> where one is, and what opens it
+FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "weights": (_WEIGHTS, lambda path: open_weights(path).build().state_dict()),
+    "checkpoint": ("published.pth", read_official),
+    "state": (".runs/pretrain/killed/*/step_*.pt", lambda path: Checkpointer(path.parent).restore()),
+    "dump": (".runs/pretrain/diverging/*/bad_step_*.pt", load_dump),
+}
+GOOD = ("equal", "refused", "read")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What, beside the code, decides the cases."""
+
+    seed: int = 0
+
+
+class Campaign:
+    """A prepared checkout, the runs that nothing interrupts, and the rows.
+
+    Args:
+        root: the checkout whose code is tried.
+        folder: holds the temporary checkouts.
+    """
+
+    def __init__(self, root: Path, folder: Path):
+        self.root, self.folder = root, folder
+        self.rows = root / ".runs" / "faults" / "rows.jsonl"
+        self.base = folder / "base"
+        self.base.mkdir()
+        for package in FIRST_PARTY:  # a copy: nobody's edit comes between two runs
+            shutil.copytree(root / package, folder / "code" / package)
+            (self.base / package).symlink_to(folder / "code" / package)
+        (self.base / "dvc.yaml").write_text("stages: {}\n")
+        (folder / "data").mkdir()
+        (self.base / "data").symlink_to(folder / "data")
+        params = PARAMS | {"runtime": PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}} | CELLS
+        params |= {"prepare_data": PARAMS["prepare_data"] | {"scenes": SCENES}, "report": {}}
+        (self.base / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
+        for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("baselines", "--cell", "teacher")):
+            self.require(self.base, command)
+        self.files = self.make_files()
+
+    def make_files(self) -> Path:
+        """A checkout with a file of each kind in `FILES`."""
+        root = self.copy("files")
+        torch.save({"model": load_file(root / _WEIGHTS)}, root / "published.pth")
+        if wait(start(root, ("pretrain", "--cell", "diverging"))) != RunError.exit_code:
+            raise RunError(f"the run that must diverge did not: {' '.join(read_output(root).split())[-300:]}")
+        pid = start(root, KILLED["pretrain"])
+        while not list(root.glob(FILES["state"][0])):
+            time.sleep(0.001)
+        os.killpg(pid, signal.SIGKILL)
+        wait(pid)
+        return root
+
+    def require(self, root: Path, command: tuple[str, ...], kill_at: int | None = None) -> tuple[int, float]:
+        """Run a command to its end; return how often it changed the file system, and its seconds. A RunError if it fails."""
+        began = time.monotonic()
+        code = wait(start(root, command, kill_at))
+        if code:
+            raise RunError(f"{' '.join(command)}: exit code {code}: {' '.join(read_output(root).split())[-300:]}")
+        return int((root / "changes").read_text()), time.monotonic() - began
+
+    @functools.cache  # noqa: B019 (there is one campaign)
+    def run_whole(self, name: str) -> tuple[Path, int, float]:
+        """A checkout in which a command ran uninterrupted, how often that changed the file system, and its seconds."""
+        root = self.copy(f"whole_{name}")
+        return root, *self.require(root, KILLED[name])
+
+    def copy(self, name: str) -> Path:
+        """A new checkout with the prepared data and results."""
+        shutil.copytree(self.base, self.folder / name, symlinks=True)
+        return self.folder / name
+
+    def try_kill(self, name: str, number: int) -> str:
+        """Kill a command, run it again, and say what came of it: `equal`, or what is wrong."""
+        whole, changes, seconds = self.run_whole(name)
+        moment = random.Random(f"{Settings.seed} {name} {number}").random() * seconds
+        while True:
+            root = self.copy(f"{name}_{number}")
+            if number % 2:  # before one of its changes, each of them in turn
+                code = wait(start(root, KILLED[name], kill_at=(number // 2) % changes))
+            else:
+                pid = start(root, KILLED[name])
+                time.sleep(moment)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                code = wait(pid)
+            if code == -signal.SIGKILL:
+                break
+            moment /= 2  # it ended before its moment
+            shutil.rmtree(root)
+        found = describe_damage(root, whole)
+        if not found:
+            try:
+                self.require(root, KILLED[name])
+                found = describe_damage(root, whole, finished=True)
+            except RunError as error:
+                found = f"the next run failed: {error}"
+        if not found:
+            shutil.rmtree(root)
+        return found or "equal"
+
+    def try_flip(self, kind: str, number: int) -> str:
+        """Flip a byte of a file and open it: `refused`, `equal` if the content is the same all the same, or what is wrong."""
+        path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
+        content, chosen = bytearray(path.read_bytes()), random.Random(f"{Settings.seed} {kind} {number}")
+        content[chosen.randrange(len(content))] ^= chosen.randrange(1, 256)
+        damaged = self.folder / f"{kind}_{number}" / path.name
+        damaged.parent.mkdir()
+        damaged.write_bytes(content)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                found = open_file(damaged)
+        except UserError as error:
+            return "refused" if "\n" not in str(error) else f"an error of several lines: {error}"
+        except Exception as error:
+            return f"a traceback: {error!r}"
+        finally:
+            shutil.rmtree(damaged.parent)
+        return "equal" if are_equal(found, self.open_whole(kind)) else "opened silently"
+
+    @functools.cache  # noqa: B019
+    def open_whole(self, kind: str) -> Any:
+        """What is in the undamaged file."""
+        return FILES[kind][1](min(self.files.glob(FILES[kind][0])))
+
+    def try_params(self, _: str, number: int) -> str:
+        """Read an altered params file: `read`, `refused`, or what is wrong."""
+        root = self.folder / f"params_{os.getpid()}"
+        root.mkdir(exist_ok=True)
+        text = yaml.safe_dump(json.loads((self.base / "params.yaml").read_text()), sort_keys=False)
+        (root / "params.yaml").write_bytes(alter(text, random.Random(f"{Settings.seed} params {number}")))
+        outcomes = set()
+        for command in (functools.partial(read_params, Paths(root)), functools.partial(active_profile, Paths(root))):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("repro.cli.app", command):
+                try:
+                    code = run_command()
+                except Exception as error:
+                    return f"a traceback: {error!r:.300}"
+            said = err.getvalue()
+            if code and not (said.startswith("repro: ") and said.count("\n") == 1 and len(said) <= 310):
+                return f"no short line: {said[:300]!r}"
+            outcomes.add("refused" if code else "read")
+        return min(outcomes, key=("refused", "read").index)
+
+    def try_all(self, cases: Sequence[str]) -> None:
+        """Try these cases, and note what came of each."""
+        for case in cases:
+            group, kind, number = case.split()
+            try:
+                outcome = getattr(self, f"try_{group}")(kind, int(number))
+            except Exception as error:
+                outcome = f"the campaign failed: {error!r:.300}"
+            self.note(case, outcome)
+            if outcome not in GOOD:
+                print(f"{case}: {outcome}", flush=True)
+
+    def done(self) -> dict[str, str]:
+        """Case -> outcome, of the rows so far; rows of other code are dropped."""
+        header = json.dumps({"code_hash": hash_code(self.root, MODULES), "seed": Settings.seed})
+        if not self.rows.is_file() or self.rows.read_text().partition("\n")[0] != header:
+            self.rows.parent.mkdir(parents=True, exist_ok=True)
+            self.rows.write_text(header + "\n")
+        return dict(json.loads(line) for line in self.rows.read_text().splitlines()[1:])
+
+    def note(self, case: str, outcome: str) -> None:
+        """Append a row; several processes may do so at once."""
+        with open(self.rows, "a") as stream:
+            stream.write(json.dumps([case, outcome]) + "\n")
+
+
+def start(root: Path, command: tuple[str, ...], kill_at: int | None = None) -> int:
+    """Fork a child that runs `repro COMMAND` in a checkout; it kills itself before its change number `kill_at`, from 0 on. Its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 3
+    try:
+        os.setsid()
+        output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(root)
+        sys.argv = ["repro", *command]
+        counted = count_changes(kill_at)
+        code = run_command()
+        (root / "changes").write_text(str(next(counted)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def count_changes(kill_at: int | None) -> Iterator[int]:
+    """Count this process's changes to the file system from now on, and have it die before one of them."""
+    counted = iter(range(sys.maxsize))
+
+    def watch(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if next(counted) == kill_at:
+                os.killpg(0, signal.SIGKILL)
+            return change(*args, **kwargs)
+
+        return changed
+
+    for name in CHANGES:
+        setattr(os, name, watch(getattr(os, name)))
+    return counted
+
+
+def run_command() -> int:
+    """Run `repro` with the arguments in sys.argv; its exit code."""
+    from repro.cli import main
+
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def wait(pid: int) -> int:
+    """The exit code of a child, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def read_output(root: Path) -> str:
+    """What the last command in a checkout wrote."""
+    return (root / "output").read_text(errors="replace")
+
+
+def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
+    """What is wrong with the results of a killed run beside those of an uninterrupted one; nothing if all is right.
+
+    Every file under its final name must have the uninterrupted run's bytes. Once `finished`, all of them must be there and nothing else,
+    in the folder of states too.
+    """
+    ours, theirs = (_list_results(each) for each in (root, whole))
+    for name in sorted(ours & theirs):
+        if (root / name).read_bytes() != (whole / name).read_bytes():
+            return f"{name}: differs"
+    if finished and ours != theirs:
+        return f"{min(ours ^ theirs)}: {'is missing' if ours < theirs else 'is there'}"
+    if finished and (left := [path for path in root.glob(".runs/**/*") if path.is_file() and "logs" not in path.parts]):
+        return f"{left[0].relative_to(root)}: is left"
+    return ""
+
+
+def _list_results(root: Path) -> set[str]:
+    """The files of the results; without those that have the date, and while nothing is finished the temporary ones do not count."""
+    found = (path for path in (root / "results").rglob("*") if path.is_file() and not path.name.endswith("run.json"))
+    return {str(path.relative_to(root)) for path in found}
+
+
+ODD = (
+    *("null", "[]", "{}", "-1", "0", "1e999", ".nan", "-.inf", "yes", "~", "''", "2001-99-99", "!!int q", "!!float q", "!!timestamp q"),
+    *("!!python/object/apply:os.system [ls]", "&a [*a]", "<<: 3", "9" * 5000, "[" * 3000, "x" * 10_000, "0x_", "1:2:3", "\x00", "%", "\t"),
+)
+
+
+def alter(text: str, chosen: random.Random) -> bytes:
+    """Other bytes of a params file: damaged, in another encoding, or with values that nobody expects."""
+    lines, content = text.splitlines(), text.encode()
+    at, line = chosen.randrange(len(content)), chosen.randrange(len(lines))
+    key, colon, _ = lines[line].partition(":")
+    match chosen.randrange(8):
+        case 0:  # bytes
+            altered = bytearray(content)
+            for place in chosen.choices(range(len(content)), k=chosen.choice((1, 1, 1, 3, 30))):
+                altered[place] = chosen.randrange(256)
+            return bytes(altered)
+        case 1:  # cut, or doubled
+            end = min(len(content), at + chosen.randrange(1, 400))
+            return chosen.choice((content[:at], content[:at] + content[end:], content[:end] + content[at:]))
+        case 2:  # encodings
+            named = f"# Größe\n{text}"
+            return named.encode(chosen.choice(("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig")))
+        case 3:  # nothing but an odd value
+            return chosen.choice(("", "\n", "3", "[1, 2]", "text", "---\n---\n", "null", *ODD)).encode()
+        case 4:  # a line elsewhere
+            lines.insert(chosen.randrange(len(lines)), lines.pop(line))
+        case 5:  # a key with another name
+            lines[line] = key + chosen.choice(("x", "", " ", "é")) + colon
+        case _:  # a value
+            lines[line] = f"{key}: {chosen.choice(ODD)}" if colon else chosen.choice(ODD)
+    return "\n".join(lines).encode()
+
+
+def read_params(paths: Paths) -> None:
+    """Load every section of params.yaml as its stage does."""
+    found = load_yaml(paths.params)
+    for name, stage in stages.load_stages().items():
+        if stage.params is not None and (name in found or not isinstance(found, Mapping)):
+            for cell in section_keys(paths.params, name) if stage.cells else (None,):
+                load_section(stage.params, paths.params, name, *([cell] if cell else []))
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Whether two nests of tensors and plain values are the same, bit for bit."""
+    pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=False))
+    if len(pairs) != len(tree_leaves(b)) or len(pairs) != len(tree_leaves(a)):
+        return False
+    return all(
+        x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x) == repr(y)
+        for x, y in pairs
+    )
+
+
+def list_cases(kills: int, flips: int, files: int) -> list[str]:
+    """The cases, `group kind number`; kinds take turns."""
+    cases = [f"kill {name} {number // len(KILLED)}" for number, name in zip(range(kills), itertools.cycle(KILLED))]
+    cases += [f"flip {kind} {number // len(FILES)}" for number, kind in zip(range(flips), itertools.cycle(FILES))]
+    return cases + [f"params file {number}" for number in range(files)]
+
+
+def summarise(outcomes: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
+    """Group -> kind -> {tried, and how many had each good outcome, and wrong}."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for case, outcome in outcomes.items():
+        group, kind, _ = case.split()
+        counts = found.setdefault(group, {}).setdefault(kind, {"tried": 0, "wrong": 0})
+        counts["tried"] += 1
+        good = outcome if outcome in GOOD else "wrong"
+        counts[good] = counts.get(good, 0) + 1
+    return found
+
+
+def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
+    """Try the cases that have no row yet, so many at a time; write the record, and say whether all went well."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="repro_faults_") as folder:
+        campaign = Campaign(root, Path(folder).resolve())
+        done = campaign.done()
+        left = [case for case in cases if case not in done]
+        hash_code(campaign.base, [f"stages.{name}" for name in stages.stage_names()])  # kept in memory, and every child needs it
+        for name in {case.split()[1] for case in left if case.startswith("kill")}:
+            campaign.run_whole(name)
+        workers = []
+        for worker in range(jobs):
+            if not (pid := os.fork()):
+                campaign.try_all(left[worker::jobs])
+                os._exit(0)
+            workers.append(pid)
+        for pid in workers:
+            wait(pid)
+        outcomes = campaign.done()
+    outcomes = {case: outcomes.get(case, "stopped") for case in cases}
+    device = choose_device("cpu")
+    identity = make_identity(root, MODULES, Settings(), device=device_label(device), dtype="fp32", backend="auto")
+    write_record(Paths(root).measured(device_slug(device)) / "faults", summarise(outcomes), identity, time.monotonic() - began)
+    return all(outcome in GOOD for outcome in outcomes.values())
+
+
+if __name__ == "__main__":
+    kills, flips, files, jobs = map(int, sys.argv[1:])
+    sys.exit(not run_campaign(Path.cwd(), list_cases(kills, flips, files), jobs))
