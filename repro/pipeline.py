@@ -130,7 +130,7 @@ def read_steps(paths: Paths, here: str, jobs: int) -> list[Step]:
     """The steps of results/measured/steps.yaml in their order; `here` is the folder of this device. Raises UserError."""
     file = paths.results / "measured" / "steps.yaml"
     steps = []
-    for number, content in enumerate(load_yaml(file), start=1):
+    for number, content in enumerate(load_yaml(file, list), start=1):
         group = build(Group, content, f"{file.name}: group {number}")
         for values in itertools.product(*group.each.values()):
             named = dict(zip(group.each, values, strict=True), here=here, jobs=jobs)

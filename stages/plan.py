@@ -38,7 +38,7 @@ def command(
     paths = find_root()
     file = paths.params if profile is None else find_profile(paths, profile)
     given = parse_rates(img_per_s or [])
-    name, planned_for = (gpu, f"{gpu}, as asked") if gpu else _choose_device(load_yaml(file) or {})
+    name, planned_for = (gpu, f"{gpu}, as asked") if gpu else _choose_device(load_yaml(file))
     if name and tflops is None:
         tflops = find_peak(name)
     rates = Rates(given=given, gpu=name, tflops=1.0 if tflops is None else tflops, utilisation=utilisation)
@@ -65,7 +65,7 @@ def command(
         print(f"total of what is known: {_format_number(times[0])} minutes, one stage after another; {disk}")
         if (pipeline := paths.results / PIPELINE_FILE).is_file():
             noted = read_json(pipeline)
-            print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once ({noted['origin']})")
+            print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once")
     print(f"free disk here: {shutil.disk_usage(paths.root).free / 1e9:.0f} GB")
     if plan.unknown:
         named = ", ".join(plan.unknown) if len(plan.unknown) <= 4 else f"{len(plan.unknown)} of {len(plan.rows)} rows"

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from repro.core.config import active_profile, find_profile, list_profiles
+from repro.core.config import active_profile, find_profile, list_profiles, load_yaml
 from repro.core.errors import UserError
 from repro.core.paths import find_root
 from repro.core.record import write_text
@@ -25,7 +25,8 @@ def show(
     """Print a profile, or say which one params.yaml equals."""
     paths = find_root()
     if name is not None:
-        print(find_profile(paths, name).read_text(encoding="utf-8"), end="")
+        load_yaml(file := find_profile(paths, name))  # an error, where it is not valid
+        print(file.read_text(encoding="utf-8"), end="")
         return
     current = active_profile(paths)
     print(f"active: {current}" if current else "active: none; params.yaml was edited")
@@ -39,7 +40,7 @@ def use(
 ) -> None:
     """Write a profile to params.yaml."""
     paths = find_root()
-    source = find_profile(paths, name)
+    load_yaml(source := find_profile(paths, name))  # an error, where it is not valid
     if not force and paths.params.is_file() and active_profile(paths) is None:
         raise UserError(f"{paths.params}: has edits that are in no profile and would be lost; keep a copy, then use --force")
     write_text(paths.params, source.read_text(encoding="utf-8"))

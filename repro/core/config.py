@@ -5,6 +5,7 @@ Unknown keys, wrong types and values out of range are a `UserError` that names t
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import operator
@@ -13,7 +14,7 @@ import types
 import typing
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -21,25 +22,70 @@ from .errors import UserError, blame, did_you_mean
 from .hashing import short_hash
 from .paths import Paths
 
+_MOST_NODES = 1_000_000  # of a file with its aliases written out; the largest here has 12,000
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string). Duplicate keys are errors.
+
+class _TextLoader(yaml.SafeLoader):
+    """Reads every scalar as text, so that printed digits survive. Duplicate keys are errors, and so is what Python makes no value of.
 
     A mapping may take over another one (`<<: *anchor`) and override its keys.
     """
 
+    yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile(r"^<<$"))]}
+
+    def get_single_node(self):
+        """The tree of the file, of which aliases share parts: written out, those may be endless, or too many."""
+        root = super().get_single_node()
+        if root is not None:
+            self._count_nodes(root, {})
+        return root
+
+    def construct_object(self, node, deep=False):
+        """The value of a node; whatever Python raises on an odd scalar is an error of its line."""
+        try:
+            value = super().construct_object(node, deep=deep)
+            if isinstance(value, str):
+                value.encode("utf-8")  # half a surrogate pair could not be written anywhere
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+            raise _refuse(node, f"{node.value!r:.40} is not a valid {node.tag.rpartition(':')[2]}") from None
+        if type(value) is int and abs(value) >= 2**63:
+            raise _refuse(node, "an integer of more than 64 bits; quote it if it is text")
+        return value
+
     def construct_mapping(self, node, deep=False):
+        """A mapping, each key of which may be there once."""
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=deep)
             if not isinstance(key, Hashable):
                 continue  # refused by the base class
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice; remove one", key_node.start_mark)
+                raise _refuse(key_node, f"key {key!r} is there twice; remove one")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+    def _count_nodes(self, node, counts: dict[int, int]) -> int:
+        """How many nodes there are from this one on; `counts` has those of finished nodes, and 0 for those that are being counted."""
+        if id(node) not in counts:
+            counts[id(node)] = 0
+            parts = () if isinstance(node, yaml.ScalarNode) else node.value
+            inner = itertools.chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts
+            counts[id(node)] = 1 + sum(self._count_nodes(part, counts) for part in inner)
+        if not 0 < counts[id(node)] <= _MOST_NODES:
+            raise _refuse(node, "an anchor that holds itself" if not counts[id(node)] else f"aliases make more than {_MOST_NODES:,} values")
+        return counts[id(node)]
+
+
+class _Loader(_TextLoader):
+    """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string)."""
+
+    yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+
+
+def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le)}
@@ -55,17 +101,34 @@ def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: 
 BY_HAND = "by_hand"
 
 
-def load_yaml(path: Path) -> Any:
-    """Parse a YAML file; a missing or malformed file is a `UserError` naming the file and line."""
+def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool = False) -> Any:
+    """Parse a YAML file that holds a mapping or, with `top`, a list; `as_text` leaves every scalar a string.
+
+    Raises:
+        UserError: one line that names the file and, where there is one, its line: missing, empty, not UTF-8, or not valid YAML.
+    """
     try:
-        with open(path, encoding="utf-8") as stream:
-            return yaml.load(stream, Loader=_Loader)
+        content = path.read_bytes()
+        text = content.decode("utf-8")
+        loader = (_TextLoader if as_text else _Loader)(text)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8; save the file in that encoding") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"{path}:{line}: not valid YAML: {chr(error.character)!r} is a character that it cannot hold") from None
+    try:
+        found = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}") from None
+    except (RecursionError, ValueError, OverflowError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path}:{loader.line + 1}: not valid YAML: {problem}") from None
+    if not isinstance(found, top):
+        raise UserError(f"{path}: expected a {'mapping' if top is dict else 'list'}, got {'nothing' if found is None else _show(found)}")
+    return found
 
 
 def build(cls: type, data: Any, where: str) -> Any:

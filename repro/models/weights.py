@@ -7,6 +7,7 @@ translates their keys. `checkpoints.open_weights` opens any of them.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import pickle
 import re
@@ -29,6 +30,9 @@ from .reading import UNNAMED_READING, Reading
 State = Mapping[str, Tensor]
 
 METADATA_KEY = "vision_ttt_repro"  # the only metadata key: safetensors would write several in an order that varies from run to run
+# what the metadata have, and what they may have beside it; an unknown key is a damaged one, or of a later version
+_NEEDED, _FURTHER = {"model", "options", "preprocessing", "classes"}, {"checksum", "reading", "task"}
+_CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)  # in the header, where the metadata are JSON in a string of JSON
 # settings that training code saves beside the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin and ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
@@ -52,14 +56,21 @@ def save_weights(
         classes: class names in the order of the outputs.
         task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
 
-    The file of a Vittt also names every switch of its reading, so that it keeps its meaning if a default changes.
+    The file of a Vittt also names every switch of its reading, so that it keeps its meaning if a default changes. `checksum` in the
+    metadata is the SHA-256 of the whole file with zeros in its own place, so that it covers names, shapes and metadata, too.
     """
-    metadata = {"model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | ({"task": task} if task else {})
+    metadata = {"checksum": "0" * 64, "model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | (
+        {"task": task} if task else {}
+    )
     if (reading := next((m.reading for m in model.modules() if hasattr(m, "reading")), None)) is not None:
         metadata["reading"] = dataclasses.asdict(reading)
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     with atomic(path) as temporary:
         save_file(state, temporary, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+        place, _, checksum = _find_checksum(temporary)
+        with open(temporary, "rb+") as stream:
+            stream.seek(place)
+            stream.write(checksum)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -68,12 +79,20 @@ def read_metadata(path: Path) -> dict[str, Any]:
     The options of a Vittt have its reading, where that is not the default.
 
     Raises:
-        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), or one that is not of this project.
+        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), one that is not of this project, or one
+            whose content is not what its checksum says.
     """
     metadata = _read_header(path)
     if METADATA_KEY not in metadata:
         raise UserError(f"{path}: this safetensors file has none of this project's metadata, so its model is unknown")
-    found = json.loads(metadata[METADATA_KEY])
+    try:
+        found = json.loads(metadata[METADATA_KEY])
+        known = _NEEDED <= found.keys() <= _NEEDED | _FURTHER
+    except (ValueError, AttributeError):
+        known = False
+    # where the checksum is not where `_CHECKSUM` looks for it, nothing was verified
+    if not known or ("checksum" in found and not metadata[METADATA_KEY].startswith(f'{{"checksum": "{found.pop("checksum")}"')):
+        raise UserError(f"{path}: damaged, or of a later version: its metadata are not those of a weights file; get it again")
     if found["model"].startswith("vittt_"):
         options = {key: value for key, value in found["options"].items() if key != "reading"}
         # a file that names no reading was written when there was one; only one design was another model then
@@ -96,8 +115,13 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file; raises the errors of `read_metadata` for unreadable files."""
+    """The tensors of a .safetensors file; raises the errors of `read_metadata` for unreadable files.
+
+    A file of this project from before there were checksums is read, with a line on stderr.
+    """
     with _open(path) as stream:
+        if '"checksum"' not in (stream.metadata() or {}).get(METADATA_KEY, '"checksum"'):
+            print(f"repro: {path}: has no checksum, so damage would not be noticed; run its stage again", file=sys.stderr, flush=True)
         return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
 
 
@@ -228,9 +252,27 @@ def _open(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"{path}: no such weights file")
     try:
-        return safe_open(path, framework="pt")
+        stream = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); it may have been cut short while copying") from None
+    place, stated, true = _find_checksum(path)
+    if place and stated != true:
+        raise UserError(f"{path}: damaged: its content is not what its checksum says; get it again")
+    return stream
+
+
+def _find_checksum(path: Path) -> tuple[int, bytes, bytes]:
+    """Where in a file its checksum stands, what is stated there, and what it should be; (0, b"", b"") for a file without one."""
+    with open(path, "rb") as stream:
+        length = stream.read(8)
+        header = stream.read(int.from_bytes(length, "little"))
+        found = _CHECKSUM.search(header)
+        if found is None:
+            return 0, b"", b""
+        start, end = found.span(1)
+        digest = hashlib.sha256(length + header[:start] + b"0" * 64 + header[end:])
+        true = hashlib.file_digest(stream, lambda: digest).hexdigest().encode()
+    return len(length) + start, found[1], true
 
 
 def _read_header(path: Path) -> dict[str, str]:

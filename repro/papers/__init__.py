@@ -23,8 +23,9 @@ def load_papers() -> dict[str, Any]:
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """How a classifier is trained beside the recipe of the paper that its family is of, or else of the primary one; see `recipe.resolve`."""
-    family = params.model.split("_")[0]
-    rooms = [paper.id for paper in load_papers().values() if family in paper.families] + [load_primary().id]
+    family, primary = params.model.split("_")[0], load_primary().id
+    # the primary paper also compares families of other papers, whose recipes are not its own
+    rooms = [paper.id for paper in load_papers().values() if family in paper.families and not paper.primary] + [primary]
     recipes = [importlib.import_module(f"{__name__}.{room}.recipe") for room in rooms]
     fitting = (recipe for recipe in recipes if all(hasattr(params, name) for name in getattr(recipe, "NEEDS", ())))
     return next(fitting).describe_recipe(params, facts)

@@ -268,7 +268,7 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     """
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
     results = Results(paths, load_papers().values(), scores)
-    sections = {name: content for name, content in (load_yaml(params_file) or {}).items() if name not in ("runtime", BY_HAND)}
+    sections = {name: content for name, content in load_yaml(params_file).items() if name not in ("runtime", BY_HAND)}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
     trained: set[str] = set()
     rows: list[PlanRow] = []

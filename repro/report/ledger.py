@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import yaml
-
-from ..core.config import build
+from ..core.config import build, load_yaml
 from ..core.errors import UserError, did_you_mean
 from .expressions import Expression
 
@@ -274,12 +272,6 @@ class Ledger:
         return known[table_id]
 
 
-class _TextLoader(yaml.SafeLoader):
-    """Reads every scalar as text, so that printed digits survive; only `<<` keeps its meaning."""
-
-    yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile(r"^<<$"))]}
-
-
 def load_ledger(path: Path) -> Ledger:
     """Read and check a ledger.
 
@@ -288,8 +280,7 @@ def load_ledger(path: Path) -> Ledger:
         ValueError: an id is there twice, an expression or a relation names an unknown id or is not understood, or a row has the
             wrong length.
     """
-    with open(path, encoding="utf-8") as stream:
-        ledger: Ledger = build(Ledger, yaml.load(stream, Loader=_TextLoader), path.name)
+    ledger: Ledger = build(Ledger, load_yaml(path, as_text=True), path.name)
     named = [(relation.id, relation.id) for relation in ledger.relations]
     named += [(name, name) for explanation in ledger.explanations for name in explanation.ids]
     for claim in ledger.claims:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import os
 import re
 import shutil
@@ -247,9 +248,9 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
     write_csv(curve, rows)
 
 
-def _round(value: float) -> float:
-    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole."""
-    return value if isinstance(value, int) else float(f"{value:.8g}")
+def _round(value: float) -> float | str:
+    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole, and `nan` is no missing value."""
+    return value if isinstance(value, int) else float(f"{value:.8g}") if math.isfinite(value) else str(value)
 
 
 def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:

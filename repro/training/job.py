@@ -294,6 +294,6 @@ def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, An
         found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
     evaluated = [row[score] for row in done.curve if score in row]
     name = f"{of_curve}{name_statistic(score, 'previous')}"
-    if len(evaluated) > 1:
+    if len(evaluated) > 1 and math.isfinite(evaluated[-2]):
         return found | {name: evaluated[-2]}
-    return found | {name: None, f"{name}_reason": "evaluated once"}
+    return found | {name: None, f"{name}_reason": "not finite" if len(evaluated) > 1 else "evaluated once"}

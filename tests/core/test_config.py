@@ -1,4 +1,5 @@
 import dataclasses
+import random
 from typing import Literal
 
 import pytest
@@ -114,6 +115,66 @@ def test_a_mapping_takes_over_another_and_overrides_it(tmp_path):
     path.write_text("first: &first {epochs: 1}\nsecond: {<<: *first, epochs: 2, epochs: 3}\n")
     with pytest.raises(UserError, match="key 'epochs' is there twice"):
         load_yaml(path)
+
+
+def _nest(first: bytes, part: bytes) -> bytes:
+    """Ten lines, each of which names the one before nine times."""
+    rows = [b"%c: &%c " % (98 + row, 98 + row) + part % b",".join([b"*%c" % (97 + row)] * 9) for row in range(10)]
+    return b"\n".join([b"a: &a " + first, *rows])
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ("a: 1".encode("utf-16"), ":1: not UTF-8"),
+        (b"a: 1\n# caf\xe9\nb: 2", ":2: not UTF-8"),
+        (b"a: 1\nb: '\x07'", ":2: "),
+        (b"a: 1\nb: 2001-99-99", ":2: "),
+        (b"a: 1\nb: !!int q", ":2: "),
+        (b"a: 1\nb: !!float q", ":2: "),
+        (b"a: 1\nb: !!timestamp q", ":2: "),
+        (b"a: 1\nb: !!bool q", ":2: "),
+        (b"a: 1\nb: " + b"1" * 5000, ":2: "),
+        (b"a: 1\nb: 0x" + b"f" * 5000, ":2: .*64 bits"),
+        (b'a: 1\nb: "\\U99999999"', ":2: "),
+        (b'a: 1\nb: "\\ud800"', ":2: "),
+        (b"a: 1\nb: " + b"[" * 3000, ":2: .*deep"),
+        (b"a: 1\nb: &b [*b]", ":2: .*itself"),
+        (b"a: 1\nb: &b {<<: *b}", ":2: .*itself"),
+        (_nest(b"[x]", b"[%s]"), r":\d+: .*aliases"),
+        (_nest(b"{x: 1}", b"{<<: [%s]}"), r":\d+: .*aliases"),
+        (b"", ": expected a mapping, got nothing"),
+        (b"# empty", ": expected a mapping, got nothing"),
+        (b"[1]", ": expected a mapping"),
+        (b"3", ": expected a mapping"),
+    ],
+    ids=lambda each: repr(each[:24]),
+)
+def test_any_file_is_read_or_is_one_line(tmp_path, content, where):
+    path = tmp_path / "params.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"params\.yaml" + where) as caught:
+        load_yaml(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_flipped_bytes_are_read_or_are_one_line(tmp_path):
+    path, rng = tmp_path / "params.yaml", random.Random(0)
+    for _ in range(150):
+        content = bytearray(b'a: &a {b: 2001-01-01, c: !!int 3}\nd: [*a, 1e-3, !!float 2, 0x1f]\ne: {<<: *a, f: "\\u00e9"}\n')
+        for _ in range(3):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        path.write_bytes(content)
+        try:
+            load_yaml(path)
+        except UserError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+
+
+def test_a_file_may_be_a_list_or_hold_text_alone(tmp_path):
+    path = tmp_path / "some.yaml"
+    path.write_text("[1.50, yes]")
+    assert load_yaml(path, list) == [1.5, True] and load_yaml(path, list, as_text=True) == ["1.50", "yes"]
 
 
 def test_sections(tmp_path):

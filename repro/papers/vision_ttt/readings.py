@@ -55,7 +55,7 @@ class _File:
 @functools.cache
 def load_choices() -> tuple[Choice, ...]:
     """Every choice, in the order of readings.yaml."""
-    return build(_File, {"choices": load_yaml(FILE)}, FILE.name).choices
+    return build(_File, {"choices": load_yaml(FILE, list)}, FILE.name).choices
 
 
 def list_alternatives() -> list[str]:

@@ -1,4 +1,4 @@
-"""How a classifier of the design study is trained, and where that departs from the recipe of Section 5.1."""
+"""How a classifier of the paper is trained, and where that departs from the recipe of Section 5.1."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,6 +6,10 @@ from typing import Any
 
 from ..recipe import BF16, NO_REPEATS, lines, resolve
 
+# DeiT-S with inner learners, and what Section 5 builds from the study
+MODELS = {"study_small_patch16_224"} | {
+    f"{name}_224" for size in ("tiny", "small", "base") for name in (f"vit3_{size}_patch16", f"hvit3_{size}")
+}
 BATCH = 4096
 TRAIN_IMAGES = 1_281_167
 # what Sections 4 and 5.1 print; beyond it the protocol is Swin's, and only this is compared
@@ -29,8 +33,10 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
 def find_departures(params: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
     """One line for each printed value that the recipe does not have, and for another model, data set or image size."""
     found = []
-    if params["model"] != "study_small_patch16_224":
-        found.append(f"model: {params['model']}, the paper has DeiT-S with inner learners (study_small_patch16_224)")
+    if params["model"] not in MODELS:
+        found.append(
+            f"model: {params['model']}, the paper has DeiT-S with inner learners (study_small_patch16_224), ViT³ and H-ViT³ in T, S, B"
+        )
     images = resolved["data"]["train_images"]
     if not params["data"].startswith("imagenet") or images != TRAIN_IMAGES:
         found.append(f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})")
