@@ -12,6 +12,7 @@ from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
 
 from . import PURPOSES, Stage, list_families, list_verbs, load_stages, stage_names, verb_of
+from .selftest import describe_faults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,12 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     verbs = [verb_of(name) for name in stage_names()]
     named = active_profile(paths, besides=("runtime",))
     judge = partial(judge_paper, speed_dtype=params.speed_dtype, verbs=verbs, profile=named)
-    passages = [("README.md", "verbs", describe_verbs()), *campaign.make_passages(paths), *kernels.make_passages(paths)]
+    passages = [
+        ("README.md", "verbs", describe_verbs()),
+        ("docs/training.md", "faults", describe_faults(paths)),
+        *campaign.make_passages(paths),
+        *kernels.make_passages(paths),
+    ]
     if not check:
         print(write_report(papers, results, judge, passages=passages, with_html=html))
         return

@@ -11,22 +11,25 @@ from typing import Annotated
 import typer
 
 from repro.core.errors import RunError, UserError, did_you_mean
-from repro.core.paths import find_root
+from repro.core.paths import Paths, find_root
+from repro.core.record import read_record
 
 from . import Stage
 
 app = typer.Typer(help="Prove that this code does what it says.", no_args_is_help=True)
 
 STAGE = Stage(purpose="prove")
+PARAMS_FILES = 10_000  # of `--many`
 GROUPS = ("kill", "two", "signal", "state", "room", "change", "batch", "diverge")  # words in the names of the tests
 
 
 @app.command()
 def faults(
-    kills: Annotated[int, typer.Option(min=0, help="Number of kills at random moments; as many with two processes.")] = 20,
-    flips: Annotated[int, typer.Option(min=1, help="How many bytes of a saved state to flip, one at a time.")] = 100,
+    kills: Annotated[int | None, typer.Option(min=0, help="Kills: 20 at random moments and as many with two processes.")] = None,
+    flips: Annotated[int | None, typer.Option(min=1, help="How many bytes of a saved state to flip, one at a time: 100.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the moments and the bytes.")] = 0,
     only: Annotated[str | None, typer.Option(help=f"Some of {','.join(GROUPS)}.")] = None,
+    many: Annotated[bool, typer.Option("--many", help="1,000 kills and flips of all kinds, 10,000 params files; a record.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary checkouts.")] = False,
 ) -> None:
     """Kill runs, fill the disk, damage files, change the data: a run must end with the same bits, or with one line."""
@@ -39,9 +42,17 @@ def faults(
         raise UserError("selftest faults: pytest and pytest-xdist are not installed; pip install -e '.[test]'")
     if not Path("/proc").is_dir():
         raise UserError("selftest faults: the processes of a run are found in /proc, which this system lacks; run it on Linux")
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--maxprocesses", "4", "tests/faults"]
+    if many:
+        _run_campaign(root, kills, flips)
+        return
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--maxprocesses", "4", "tests/faults/test_faults.py"]
     command += ["-m", "", "-k", " or ".join(chosen)]  # those that are slow too
-    settings = {"FAULT_KILLS": kills, "FAULT_FLIPS": flips, "FAULT_SEED": seed, "FAULT_KEEP": "yes" if keep else ""}
+    settings = {
+        "FAULT_KILLS": 20 if kills is None else kills,
+        "FAULT_FLIPS": flips or 100,
+        "FAULT_SEED": seed,
+        "FAULT_KEEP": "yes" if keep else "",
+    }
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
     if keep:
         command += ["--basetemp", tempfile.mkdtemp(prefix="repro_faults_")]
@@ -56,3 +67,29 @@ def faults(
         raise RunError("selftest faults: a run did not survive a fault as it should; the lines above say which fault, and what happened")
     if code:
         raise RunError(f"selftest faults: pytest ended with code {code}; the lines above say why")
+
+
+def _run_campaign(root: Path, kills: int | None, flips: int | None) -> None:
+    """The faults by the thousand, two at a time."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a child of a process with threads would wait for threads that it does not have
+    sys.path.insert(0, str(root))
+    from tests.faults.campaign import list_cases, run_campaign
+
+    cases = list_cases(1000 if kills is None else kills, 1000 if flips is None else flips, PARAMS_FILES)
+    if not run_campaign(root, cases, jobs=2):
+        raise RunError(f"selftest faults: some faults did not end as they should; the rows are in {root / '.runs' / 'faults'}")
+
+
+def describe_faults(paths: Paths) -> str:
+    """What the records of `--many` count, for docs/training.md."""
+    lines = []
+    for file in sorted((paths.results / "measured").glob("*/faults/metrics.json")):
+        record = read_record(file)
+        counts = {group: list(kinds.values()) for group, kinds in record["metrics"].items()}
+        tried, wrong = ({group: sum(each[key] for each in kinds) for group, kinds in counts.items()} for key in ("tried", "wrong"))
+        lines.append(
+            f"{record['identity']['device']}: {tried['kill']:,} kills in {len(counts['kill'])} stages, after {wrong['kill']} of which a file "
+            f"differed or was left; {tried['flip']:,} flips, of which {wrong['flip']} went unnoticed; "
+            f"{tried['params']:,} altered params files, of which {wrong['params']} were no short line."
+        )
+    return "\n".join(lines) or "No campaign is recorded."

@@ -8,10 +8,12 @@ campaign continues. The record is results/measured/<device>/faults/metrics.json.
 import contextlib
 import dataclasses
 import functools
+import importlib
 import io
 import itertools
 import json
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -29,6 +31,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
+import repro
 import stages
 from repro.core.config import active_profile, load_section, load_yaml, section_keys
 from repro.core.errors import RunError, UserError
@@ -250,17 +253,13 @@ class Campaign:
             outcomes.add("refused" if code else "read")
         return min(outcomes, key=("refused", "read").index)
 
-    def try_all(self, cases: Sequence[str]) -> None:
-        """Try these cases, and note what came of each."""
-        for case in cases:
-            group, kind, number = case.split()
-            try:
-                outcome = getattr(self, f"try_{group}")(kind, int(number))
-            except Exception as error:
-                outcome = f"the campaign failed: {error!r:.300}"
-            self.note(case, outcome)
-            if outcome not in GOOD:
-                print(f"{case}: {outcome}", flush=True)
+    def try_case(self, case: str) -> str:
+        """What comes of a case, one of `GOOD` or what is wrong."""
+        group, kind, number = case.split()
+        try:
+            return getattr(self, f"try_{group}")(kind, int(number))
+        except Exception as error:
+            return f"the campaign failed: {error!r:.300}"
 
     def done(self) -> dict[str, str]:
         """Case -> outcome, of the rows so far; rows of other code are dropped."""
@@ -437,6 +436,9 @@ def summarise(outcomes: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
 def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
     """Try the cases that have no row yet, so many at a time; write the record, and say whether all went well."""
     began = time.monotonic()
+    for module in pkgutil.walk_packages(repro.__path__, "repro."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     with tempfile.TemporaryDirectory(prefix="repro_faults_") as folder:
         campaign = Campaign(root, Path(folder).resolve())
         done = campaign.done()
@@ -447,7 +449,10 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
         workers = []
         for worker in range(jobs):
             if not (pid := os.fork()):
-                campaign.try_all(left[worker::jobs])
+                for case in left[worker::jobs]:
+                    campaign.note(case, outcome := campaign.try_case(case))
+                    if outcome not in GOOD:
+                        print(f"{case}: {outcome}", flush=True)
                 os._exit(0)
             workers.append(pid)
         for pid in workers:
@@ -458,8 +463,3 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
     identity = make_identity(root, MODULES, Settings(), device=device_label(device), dtype="fp32", backend="auto")
     write_record(Paths(root).measured(device_slug(device)) / "faults", summarise(outcomes), identity, time.monotonic() - began)
     return all(outcome in GOOD for outcome in outcomes.values())
-
-
-if __name__ == "__main__":
-    kills, flips, files, jobs = map(int, sys.argv[1:])
-    sys.exit(not run_campaign(Path.cwd(), list_cases(kills, flips, files), jobs))
