@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.errors import UserError
 from ..core.hashing import hash_file
-from .published import Published, build_published, find_published, is_from_timm
+from .published import PLACES, Published, build_published, find_published, is_from_timm
 from .reading import Reading
 from .registry import build_model, family_module
 from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
@@ -209,7 +209,7 @@ def _open_official(path: Path, model: str) -> Checkpoint:
 
 def _open_timm_file(path: Path, model: str) -> Checkpoint:
     published = find_published(model, required=False)
-    state, names = read_official(path), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
+    state, names = read_official(path, PLACES), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
     heads = [state[f"{name}.weight"] for name in names if f"{name}.weight" in state]
     return TimmWeights(
         name=model,
