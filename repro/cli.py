@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 import stages
 
+from .core.children import follow_parent
 from .core.errors import Interrupted, RunError, UserError, did_you_mean
 
 
@@ -56,6 +57,7 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 def main() -> None:
     """Entry point of the console script. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
+    follow_parent()
     try:
         app()
     except (UserError, RunError, Interrupted) as error:

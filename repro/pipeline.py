@@ -90,11 +90,11 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
     # dvc.yaml says `repro`, which lies beside this Python whether or not its environment is activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # DVC waits for the stage that it runs after a SIGINT, and dies of a SIGTERM
-    shared = {"module": "dvc", "environment": {RUN_BEGAN: f"{time.time()} {jobs}", "PATH": path}, "stopped_as_group": True}
+    shared = {"module": "dvc", "environment": {RUN_BEGAN: f"{time.time()} {jobs}", "PATH": path}}
     works = {}
     for unit in read_units(paths.root):
         row = table.get(unit.stage)
-        arguments = ("--wait-for-lock", "repro", "--quiet", "--single-item", *(["--force"] if force else []), unit.name)
+        arguments = ("--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), unit.name)
         log = paths.logs("run", unit.name) / "output.txt"
         works[unit.name] = Work(arguments=arguments, log=log, after=unit.needs, alone=bool(row and row.alone), **shared)
     failed = run_all(works, jobs, runtime, paths.root, alike=False)

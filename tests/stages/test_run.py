@@ -1,5 +1,6 @@
 """`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a signal does."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -71,15 +72,20 @@ def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd
     write(
         project,
         wrong=("echo repro: no such file >&2; exit 3", []),
+        broken=("echo ValueError; exit 1", []),
         next=("echo 1 > next.out", ["wrong"]),
         after=("echo 1 > after.out", ["next"]),
         other=("echo 1 > other.out", []),
     )
     with pytest.raises(RunError) as caught:
         run(project)
-    assert str(caught.value) == (
-        "3 of 4 stages failed: wrong: no such file; next: not run, since wrong failed; after: not run, since wrong failed"
-    )
+    count, _, said = str(caught.value).partition(" stages failed: ")
+    assert count == "4 of 5" and set(said.split("; ")) == {
+        "wrong: no such file",
+        "next: not run, since wrong failed",
+        "after: not run, since wrong failed",
+        "broken: ValueError",
+    }
     assert (project.root / "other.out").is_file() and not (project.root / "next.out").exists()
 
 
@@ -105,8 +111,8 @@ def test_a_graph_that_dvc_cannot_read_is_an_error_of_one_line(project):
         read_units(project.root)
 
 
-def test_a_signal_reaches_the_stages_and_is_waited_for(project):
-    """Each stage notes the signal and takes its time to save; the call ends when both have."""
+def start_two_slow_stages(project) -> subprocess.Popen:
+    """A run whose stages note a SIGINT and take their time to save; when it is returned both have begun."""
     slow = 'trap "sleep 0.5; touch {name}.saved; exit 130" INT; touch {name}.runs; while true; do sleep 0.1; done'
     write(project, left=(slow.format(name="left"), []), right=(slow.format(name="right"), []))
     program = (
@@ -119,9 +125,45 @@ def test_a_signal_reaches_the_stages_and_is_waited_for(project):
     while not all((project.root / f"{name}.runs").exists() for name in ("left", "right")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
+    return process
+
+
+def test_a_signal_reaches_the_stages_and_is_waited_for(project):
+    process = start_two_slow_stages(project)
     process.send_signal(signal.SIGTERM)
     assert "Interrupted" in process.communicate(timeout=120)[1]
     assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
+
+
+def list_processes_in(folder: Path) -> list[str]:
+    """The numbers of the processes that work in a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [entry.name] if Path(os.readlink(entry / "cwd")) == folder else []
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
+def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(project):
+    process = start_two_slow_stages(project)
+    assert len(list_processes_in(project.root)) >= 4
+    process.kill()
+    process.communicate()
+    until = time.monotonic() + 20
+    while left := list_processes_in(project.root):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+    assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
+
+
+@pytest.mark.parametrize("command", ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?"])
+def test_a_stage_that_a_signal_killed_says_so_and_where_its_output_is(project, command):
+    """The last line of its log is about something else; the second shell outlives the killed one, and gives 137."""
+    write(project, big=(f"echo repro: a warning; {command}".replace("'", "''"), []))
+    with pytest.raises(RunError) as caught:
+        run(project)
+    assert "big: killed by signal 9 (out of memory?); output in .runs/logs/run/big/output.txt" in str(caught.value)
 
 
 @pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])
