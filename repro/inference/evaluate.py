@@ -46,9 +46,9 @@ def evaluate(
     accuracy that the paper prints for a model, which is shown beside a full score.
 
     Raises:
-        UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.
-        RunError: weights that cannot be fetched, logits that are not finite, or a GPU with too little memory; with several models,
-            after the last one.
+        UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together, or logits that
+            are not finite.
+        RunError: weights that cannot be fetched, or a GPU with too little memory; with several models, after the last one.
     """
     request.check()
     cell = open_cell(paths, runtime, data)
@@ -142,7 +142,8 @@ class _Evaluation:
                 self.tree, batch_size=request.batch_size, workers=self.runtime.workers, dtype=request.dtype, progress=progress
             )
         if not math.isfinite(scores["held_out_loss"]):
-            raise RunError(f"{classifier.name} at {size}: logits are not finite in {request.dtype}; use --dtype fp32 or bf16")
+            advice = "use --dtype fp32 or bf16" if request.dtype == "fp16" else "its training went wrong"
+            raise UserError(f"{checkpoint.where} at {size}: logits are not finite in {request.dtype}; {advice}")
         metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "split": split}
         metrics |= {**checkpoint.facts, "weights_hash": checkpoint.hash, "image_size": size, "train_image_size": checkpoint.image_size}
         if request.limit is not None:

@@ -12,6 +12,7 @@ import json
 import pickle
 import re
 import sys
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +164,7 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
         raise UserError(f"{path}: no such weights file")
     if stated := _NAMED_HASH.search(path.name):
         require_hash(path, stated[1], " as its name says; get it again, or rename it if these digits are no hash")
-    content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
+    content = read_state(path) if path.suffix == ".safetensors" else read_checkpoint(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
     named = isinstance(content, Mapping) and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items())
@@ -237,6 +238,16 @@ def load_state(
     return {key: "used" if key in used else "expected: not needed" for key in state}
 
 
+def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
+    """Let a model, whose outputs are tensors, refuse those that are not finite: with a UserError that names its weights, `where`."""
+
+    def check(module: nn.Module, inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
+        if not all(each.isfinite().all() for each in ([output] if isinstance(output, Tensor) else output)):
+            raise UserError(f"{where}: gives scores that are not finite; the weights are of a training that went wrong")
+
+    model.register_forward_hook(check)
+
+
 def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
     """A state dict of a training at another image size, made to fit a model of the same architecture.
 
@@ -267,14 +278,14 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
     return {**state, "pos_embed": resample_positions(embedding, before, after, positions, targets)}
 
 
-def _read_checkpoint(path: Path) -> Any:
-    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`."""
+def read_checkpoint(path: Path) -> Any:
+    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`; raises UserError."""
     try:
         if zipfile.is_zipfile(path):  # PyTorch itself does not look at the sums of the parts
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise ValueError(f"damaged: the content of {damaged} is not what its checksum says")
-        with torch.serialization.safe_globals(_SETTINGS):
+        with torch.serialization.safe_globals(_SETTINGS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.errors import Diverged, UserError
 from ..core.record import atomic
+from ..models.weights import read_checkpoint
 from .checkpoint import set_rng_state
 
 _KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
@@ -73,14 +74,14 @@ def load_dump(path: Path) -> dict[str, Any]:
     """Read what `dump_bad_step` wrote.
 
     Raises:
-        UserError: no such file, or not a dump.
+        UserError: no such file, a damaged one, or not a dump.
     """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
     try:
-        dump = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # unpickling a damaged file may raise anything
-        raise UserError(f"{path}: not a dump of a bad step: {' '.join(str(error).split())[:200]}") from None
+        dump = read_checkpoint(path)  # it verifies the sums of the parts
+    except UserError as error:
+        raise UserError(f"{path}: not a dump of a bad step: {str(error).removeprefix(f'{path}: ')}") from None
     if not isinstance(dump, dict) or not dump.keys() >= _KEYS:
         raise UserError(f"{path}: not a dump of a bad step")
     return dump

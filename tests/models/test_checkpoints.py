@@ -204,6 +204,28 @@ def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, o
         assert torch.equal(model(image), source(image))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reused"),
+    [
+        (["cat", "dog", "cow"], ["cat", "dog", "cow"], True),
+        (["cat", "dog", "cow"], ["dog", "cat", "cow"], False),
+        (["cat", "dog", "cow"], ["cat", "dog", "owl"], False),
+        (["0", "1", "2"], ["cat", "dog", "cow"], True),
+        (["0", "2", "1"], ["cat", "dog", "cow"], False),
+    ],
+)
+def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs, ours, reused):
+    torch.manual_seed(1)
+    source = build_model(NANO, num_classes=3, depth=1)
+    described = {"options": {"num_classes": 3, "depth": 1}, "preprocessing": PREPROCESSING, "classes": theirs}
+    save_weights(tmp_path / "w.safetensors", source, name=NANO, **described)
+    model = build_model(NANO, num_classes=3, depth=1)
+    before = model.head.weight.clone()
+    report = initialise(model, open_weights(tmp_path / "w.safetensors"), ours)
+    assert torch.equal(model.head.weight, source.head.weight if reused else before)
+    assert report["head.weight"] == ("used" if reused else "expected: new") and report["norm.weight"] == "used"
+
+
 @pytest.mark.parametrize(("family", "options"), [("vittt", {}), ("vrwkv", {}), ("vim", {}), ("vittt", {"pool": "mid"})])
 def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, options):
     name = f"{family}_nano_patch16_144"
