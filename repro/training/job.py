@@ -12,7 +12,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file, hash_files, require_hash
 from ..core.paths import Paths
 from ..core.ranks import Ranks
-from ..core.record import read_json, read_record, write_json, write_text
+from ..core.record import read_json, read_record, require_writable, write_json, write_text
 from ..core.runtime import Runtime, choose_device, seed_everything
 from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
@@ -175,6 +175,7 @@ def run_job(job: Job) -> Outcome | None:
     cell, seed, task = job.cell, job.params.seeds[0], job.task
     runtime, ranks, state = cell.runtime, cell.ranks, cell.state_folder(seed)
     if ranks.first:
+        require_writable(cell.folder)  # better now than after the last epoch
         write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots, result = state / "snapshots", state / "result"

@@ -106,7 +106,7 @@ def test_a_state_that_was_cut_off_is_not_loaded(lab):
 
 def test_a_temporary_file_is_not_taken_for_a_state(lab):
     newest, _ = lab.copy_stopped()[0].states
-    require_loaded(newest, newest, lambda: newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half"))
+    require_loaded(newest, newest, lambda: newest.with_name(f".{newest.name}.a_letter.tmp").write_bytes(b"half"))
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_a_run_continues_from_the_undamaged_state_and_leaves_nothing_behind(lab)
     checkout, (newest, before) = lab.copy_stopped()
     os.truncate(newest, newest.stat().st_size // 2)
     newest.with_name(f"step_000000999.{'0' * 16}.pt").touch()
-    newest.with_name(f".{newest.name}.x.tmp").write_bytes(b"half")
+    newest.with_name(f".{newest.name}.a_letter.tmp").write_bytes(b"half")
     assert lab.finish_run(checkout) == step_of(before)
     assert not [*newest.parent.glob("*")]
 

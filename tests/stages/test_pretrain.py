@@ -74,6 +74,13 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     assert code == 2 and err.startswith(f"repro: {folder}: holds the state of another model") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("folder", ["results/pretrain", ".runs"])
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_first_step(checkout, repro_cli, folder):
+    Path(folder).write_text("a file has no place for others, also for the superuser")
+    code, out, err = repro_cli("pretrain", "--cell", "nano")
+    assert code == 1 and str(Path(folder).absolute()) in err and err.count("\n") == 1 and "epoch 1," not in out
+
+
 @pytest.mark.parametrize("steps", [2, 1000])
 def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, repro_cli, steps):
     """In the run, or at its end with no result."""
