@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import tokenize
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def require_hash(path: Path | None, sha256: str | None, advice: str = "; get the
     found = hash_file(path, digits=64)
     if not found.startswith(sha256.lower()):
         raise UserError(f"{named or path}: has SHA-256 {found[:16]}..., expected {sha256}{advice}")
+
+
+def require_intact_zip(path: Path) -> None:
+    """Raise a ValueError about a part of a zip, such as a file of `torch.save`, that has another sum than it states.
+
+    PyTorch does not look at the sums. Files that are no zips pass; the errors of `zipfile` about damage elsewhere are its own.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"damaged: the content of {damaged} is not what its checksum says")
 
 
 def hash_files(root: Path, files: Iterable[str]) -> str:

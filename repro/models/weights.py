@@ -13,7 +13,6 @@ import pickle
 import re
 import sys
 import warnings
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from ..core.hashing import require_hash
+from ..core.hashing import require_hash, require_intact_zip
 from ..core.record import atomic
 from .backbone import rename_keys, resample_positions
 from .reading import UNNAMED_READING, Reading
@@ -164,7 +163,7 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
         raise UserError(f"{path}: no such weights file")
     if stated := _NAMED_HASH.search(path.name):
         require_hash(path, stated[1], " as its name says; get it again, or rename it if these digits are no hash")
-    content = read_state(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+    content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
     named = isinstance(content, Mapping) and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items())
@@ -278,13 +277,10 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
     return {**state, "pos_embed": resample_positions(embedding, before, after, positions, targets)}
 
 
-def read_checkpoint(path: Path) -> Any:
+def _read_checkpoint(path: Path) -> Any:
     """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`; raises UserError."""
     try:
-        if zipfile.is_zipfile(path):  # PyTorch itself does not look at the sums of the parts
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise ValueError(f"damaged: the content of {damaged} is not what its checksum says")
+        require_intact_zip(path)
         with torch.serialization.safe_globals(_SETTINGS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
