@@ -9,8 +9,9 @@ from typer.core import TyperGroup
 
 import stages
 
-from .core.children import follow_parent
+from .core.children import PARENT, follow_parent
 from .core.errors import Interrupted, RunError, UserError, did_you_mean
+from .core.paths import describe_missing_results, find_root
 
 
 class Verbs(TyperGroup):
@@ -64,6 +65,9 @@ def main() -> None:
         if os.environ.get("REPRO_DEBUG"):
             raise
         print(f"repro: {error}", file=sys.stderr)
+        # by a plain `dvc repro`; `repro run` says it itself, at its end
+        if "DVC_STAGE" in os.environ and PARENT not in os.environ and (missing := describe_missing_results(find_root().root)):
+            print(missing, file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
         if os.environ.get("REPRO_DEBUG") or error.filename is None:
