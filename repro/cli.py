@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 import stages
 
 from .core.errors import Interrupted, RunError, UserError, did_you_mean
+from .core.ui import allow_every_terminal, print_error
 
 
 class Verbs(TyperGroup):
@@ -55,16 +56,17 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
+    """Run the command line. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
+    allow_every_terminal()
     try:
         app()
     except (UserError, RunError, Interrupted) as error:
         if os.environ.get("REPRO_DEBUG"):
             raise
-        print(f"repro: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
         if os.environ.get("REPRO_DEBUG") or error.filename is None:
             raise
-        print(f"repro: {error.filename}: {error.strerror}", file=sys.stderr)
+        print_error(f"{error.filename}: {error.strerror}")
         sys.exit(RunError.exit_code)
