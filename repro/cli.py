@@ -9,7 +9,9 @@ from typer.core import TyperGroup
 
 import stages
 
+from .core.children import PARENT, follow_parent
 from .core.errors import Interrupted, RunError, UserError, did_you_mean
+from .core.paths import describe_missing_results, find_root
 from .core.ui import allow_every_terminal, print_error
 
 
@@ -57,6 +59,7 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 def main() -> None:
     """Run the command line. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
+    follow_parent()
     allow_every_terminal()
     try:
         app()
@@ -64,6 +67,9 @@ def main() -> None:
         if os.environ.get("REPRO_DEBUG"):
             raise
         print_error(error)
+        # by a plain `dvc repro`; `repro run` says it itself, at its end
+        if "DVC_STAGE" in os.environ and PARENT not in os.environ and (missing := describe_missing_results(find_root().root)):
+            print(missing, file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
         if os.environ.get("REPRO_DEBUG") or error.filename is None:

@@ -1,7 +1,9 @@
 """Running the stages of dvc.yaml, or the commands of results/measured/steps.yaml, several at once where none needs another's output."""
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import shlex
 import sys
@@ -12,7 +14,8 @@ from typing import Any
 
 from .core.config import build, load_yaml
 from .core.errors import RunError
-from .core.paths import Paths
+from .core.paths import Paths, describe_missing_results
+from .core.record import write_json
 from .core.runtime import RUN_BEGAN, Runtime, choose_device, device_slug, usable_cores
 from .training.pool import Work, run_all
 
@@ -64,6 +67,37 @@ def read_units(root: Path) -> list[Unit]:
     return sorted(units, key=lambda unit: -unit.depth)
 
 
+def release_dead_locks(root: Path) -> None:
+    """Take the locks of dead processes out of DVC's list: a process that gets the number of one would seem to hold them.
+
+    DVC itself takes one out where it is in the way, if no process has its number.
+    """
+    from dvc.lock import LockError, make_lock
+    from dvc.repo import Repo
+
+    with Repo(str(root)) as repo:
+        folder, hardlink = repo.tmp_dir, repo.config["core"].get("hardlink_lock", False)
+    file = Path(folder) / "rwlock"
+    # a list that is broken, or that another DVC keeps busy, is left to DVC
+    with contextlib.suppress(FileNotFoundError, ValueError, LockError), make_lock(f"{file}.lock", tmp_dir=folder, hardlink_lock=hardlink):
+        locks = json.loads(file.read_text(encoding="utf-8"))
+        write = {path: holder for path, holder in locks.get("write", {}).items() if _is_alive(holder["pid"])}
+        read = {path: [each for each in holders if _is_alive(each["pid"])] for path, holders in locks.get("read", {}).items()}
+        kept = {"write": write, "read": {path: holders for path, holders in read.items() if holders}}
+        if kept != {"write": {}, "read": {}} | locks:
+            write_json(file, kept)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
 def choose_jobs(runtime: Runtime) -> int:
     """As many stages at once as there are GPUs, or cores where there is none."""
     if choose_device(runtime.device).type == "cuda":
@@ -87,17 +121,23 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
     Raises:
         RunError: a stage failed; Interrupted: a signal came.
     """
+    units = read_units(paths.root)
+    release_dead_locks(paths.root)
     # dvc.yaml says `repro`, which lies beside this Python whether or not its environment is activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # DVC waits for the stage that it runs after a SIGINT, and dies of a SIGTERM
-    shared = {"module": "dvc", "environment": {RUN_BEGAN: f"{time.time()} {jobs}", "PATH": path}, "stopped_as_group": True}
+    shared = {"module": "dvc", "environment": {RUN_BEGAN: f"{time.time()} {jobs}", "PATH": path}}
     works = {}
-    for unit in read_units(paths.root):
+    for unit in units:
         row = table.get(unit.stage)
-        arguments = ("--wait-for-lock", "repro", "--quiet", "--single-item", *(["--force"] if force else []), unit.name)
+        arguments = ("--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), unit.name)
         log = paths.logs("run", unit.name) / "output.txt"
         works[unit.name] = Work(arguments=arguments, log=log, after=unit.needs, alone=bool(row and row.alone), **shared)
-    failed = run_all(works, jobs, runtime, paths.root, alike=False)
+    try:
+        failed = run_all(works, jobs, runtime, paths.root, alike=False)
+    finally:
+        if missing := describe_missing_results(paths.root):
+            print(missing, flush=True)
     if failed:
         said = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise RunError(f"{len(failed)} of {len(works)} stages failed: {said}")

@@ -16,7 +16,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
-GpusOption = Annotated[int | None, typer.Option(min=1, help="Number of processes on this machine, one per GPU, started by torchrun.")]
+GpusOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun; without GPUs only by runtime.device: cpu."),
+]
 SeedsOption = Annotated[
     int | None, typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured.")
 ]

@@ -65,7 +65,7 @@ def command(
         print(f"total of what is known: {_format_number(times[0])} minutes, one stage after another; {disk}")
         if (pipeline := paths.results / PIPELINE_FILE).is_file():
             noted = read_json(pipeline)
-            print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once ({noted['origin']})")
+            print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once")
     print(f"free disk here: {shutil.disk_usage(paths.root).free / 1e9:.0f} GB")
     if plan.unknown:
         named = ", ".join(plan.unknown) if len(plan.unknown) <= 4 else f"{len(plan.unknown)} of {len(plan.rows)} rows"

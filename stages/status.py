@@ -20,7 +20,7 @@ def command(
     A record is fresh while the files that its numbers depend on are as they were, or while a training of the present code repeats it.
     """
     from repro.core.freshness import REPEATED
-    from repro.core.paths import find_root
+    from repro.core.paths import describe_missing_results, find_root
     from repro.core.ui import print_table
     from repro.graph import find_old_records, find_status
 
@@ -39,6 +39,8 @@ def command(
     stopped = [name for name, status, _ in rows if status == "interrupted"]
     command_line = f"dvc repro {stopped[0]}" if stopped else "dvc repro" if waiting else None
     print(f"next: {command_line}" if command_line else "nothing to do; results/tables.md is up to date")
+    if missing := describe_missing_results(paths.root):
+        print(missing)
     for why, records in old.items():
         print(f"\n{len(records)} record{'s' if len(records) > 1 else ''} {why}:")
         print("\n".join(group_records(record.path for record in records)))

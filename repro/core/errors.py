@@ -21,7 +21,7 @@ class RunError(Exception):
 
 
 class Diverged(RunError):
-    """A training whose loss or gradient was not finite in too many steps in a row, of which `step` is the last."""
+    """A training with too many steps that were not finite, or whose result is not finite; `step` is the last one."""
 
     def __init__(self, step: int, message: str):
         super().__init__(message)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import subprocess
 from pathlib import Path
 
 from .errors import UserError
@@ -49,3 +50,17 @@ def find_root(start: Path | None = None) -> Paths:
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
             return Paths(folder)
     raise UserError(f"{start}: no folder with params.yaml and dvc.yaml here or above; run inside a checkout")
+
+
+def describe_missing_results(root: Path) -> str | None:
+    """The line that says how committed results come back: DVC removes those of a stage before it runs it. None if none is missing."""
+    command = ["git", "ls-files", "--deleted", "results"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # not committed anywhere
+        return None
+    if not (missing := done.stdout.splitlines()):
+        return None
+    stages = ", ".join(sorted({"/".join(Path(name).parts[:3]) for name in missing}))
+    back = "git ls-files -d results | xargs git checkout --"
+    return f"{len(missing)} committed files are missing in {stages}; run their stages again, or bring them back: {back}"

@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .children import PARENT, describe_death
 from .errors import Interrupted, RunError, UserError
+from .paths import find_root
+from .runtime import load_runtime
 
 TIMEOUT_MINUTES = 10.0
 RESTARTS = 1
@@ -82,13 +85,16 @@ def launch(processes: int, arguments: list[str]) -> None:
     state. SIGINT and SIGTERM are handed on: every process finishes its step and saves.
 
     Raises:
-        Interrupted: a signal ended it. RunError: it failed.
+        UserError: there are not as many GPUs; on CPUs it runs only where `runtime.device: cpu` asks for them. Interrupted: a signal
+            ended it. RunError: it failed.
     """
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}"]
+    require_gpus(processes, load_runtime(find_root()).device)
+    run = [sys.executable, "-m", "repro.core.children", "torch.distributed.run", "--standalone"]
+    run += [f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}", "-m", "repro", *arguments]
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     # a session of its own: a Ctrl-C in the terminal reaches it through us alone, and once
-    child = subprocess.Popen([*run, "-m", "repro", *arguments], start_new_session=True)
+    child = subprocess.Popen(run, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True)
     try:
         while child.poll() is None:
             if received:
@@ -100,8 +106,20 @@ def launch(processes: int, arguments: list[str]) -> None:
             signal.signal(number, handler)
     if received and child.returncode:
         raise Interrupted(received[0], "the last saved state is kept")
+    if death := describe_death(child.returncode):
+        raise RunError(f"a process was {death}, or by torchrun since another failed with the error above; the last saved state is kept")
     if child.returncode:
         raise RunError(f"torchrun ended with code {child.returncode}; the first error above says why")
+
+
+def require_gpus(processes: int, device: str) -> None:
+    """Raise UserError where this machine has fewer GPUs than processes, but for a `runtime.device` of `cpu`."""
+    if device == "cpu":
+        return
+    import torch
+
+    if (found := torch.cuda.device_count()) < processes:
+        raise UserError(f"--gpus {processes}: PyTorch sees {found} here; with runtime.device: cpu they would be processes on the CPU")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import params_hash
-from .errors import UserError
+from .errors import RunError, UserError
 from .freshness import hash_number
 from .hashing import hash_code, hash_file
 from .runtime import describe_place
@@ -43,9 +43,29 @@ def atomic(path: Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # a full disk is an error of no file, or of both files of a copy
+        if isinstance(error, OSError) and (error.filename is None or error.filename2 is not None):
+            error.filename = str(path)
         raise
+
+
+def sweep(*folders: Path) -> None:
+    """Remove the temporary files of `atomic` that a killed process left in folders into which nothing else writes now."""
+    for folder in folders:
+        for left in folder.glob(f".*.{'?' * 8}.tmp"):
+            left.unlink(missing_ok=True)
+
+
+def require_writable(folder: Path) -> None:
+    """Raise RunError where no file can be written into a folder, which need not exist yet; it leaves nothing."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RunError(f"{existing}: cannot be written: {error.strerror}; the results would go to {folder}") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,20 +106,21 @@ def write_record(
 
     Metrics have their unit in the key; a None must be explained by a sibling key `<name>_reason`. For the identity, see
     `make_identity`. With `scores`, the keys that a person compares, everything else goes to `details.json`. Where several records share
-    a folder, they have a `name`: `<name>.json` and `<name>.run.json`.
+    a folder, they have a `name`: `<name>.json` and `<name>.run.json`; else what a killed process left in the folder is swept. The record
+    comes last.
     """
     _require_reasons(metrics, str(folder))
+    if name == "metrics":
+        sweep(folder)
     record = {"metrics": metrics, "identity": identity}
     if scores:
-        compared, rest = split_record(record, scores)
+        record, rest = split_record(record, scores)
         (folder / f"{name}.json").unlink(missing_ok=True)  # a stop between the two files must not mix two runs
         write_json(folder / DETAILS_FILE, rest)
-        write_json(folder / f"{name}.json", compared)
-    else:
-        write_json(folder / f"{name}.json", record)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if name == "metrics" else f"{name}.run.json"
     write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+    write_json(folder / f"{name}.json", record)
 
 
 def split_record(record: Mapping[str, Any], scores: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import replace_block, write_json, write_text
+from ..core.record import replace_block, sweep, write_json, write_text
 from . import comparison, measured
 from .answer import lead_blocks, note_pipeline, readme_blocks
 from .claims import Report
@@ -48,7 +48,9 @@ def write_report(
             figures and the time of the pipeline. A missing record leaves its entries `not measured`.
     """
     note_pipeline(results)  # README says how long it took
-    pages, documents, built, html = _build_pages(papers, results, judge, results.paths.results / "figures", with_html=with_html)
+    folder = results.paths.results
+    sweep(folder, folder / "figures", folder / "papers")
+    pages, documents, built, html = _build_pages(papers, results, judge, folder / "figures", with_html=with_html)
     _write_pages(pages, documents, [*built, *passages], results.paths)
     if html is not None:
         write_text(results.paths.results / "report.html", html)

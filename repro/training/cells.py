@@ -1,28 +1,32 @@
 """Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import os
 import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.config import BY_HAND, find_cell, load_section, params_hash, section_keys
 from ..core.csvfile import read_csv, write_csv
-from ..core.errors import RunError, UserError
+from ..core.errors import UserError
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
-from ..core.record import make_identity, read_record, write_json, write_record
+from ..core.record import atomic, make_identity, read_record, sweep, write_json, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
 from .job import Cell, Job, Outcome, Recipe, build_job, require_resumable, run_job, split_batch, verify_init
+
+_FOLDERS = ("snapshots", "examples")  # of the first seed's files
 
 
 def train_cells(
@@ -121,6 +125,9 @@ def train_cell(cell: Cell) -> None:
     """
     started, ranks = time.monotonic(), cell.ranks
     finished = find_finished_seeds(cell)
+    if ranks.first:  # what a call left that was killed at its end
+        sweep(cell.folder, *(cell.folder / part for part in ("seeds", *_FOLDERS)))
+        remove_states(cell, finished)
     outcomes: dict[int, Outcome] = {}
     job: Job | None = None
     for turn, seed in enumerate(cell.params.seeds, 1):
@@ -149,10 +156,15 @@ def train_cell(cell: Cell) -> None:
         code = [*_code_of(cell), "repro.measure.speed"]  # it makes the record one of speed
         identity = make_identity(cell.paths.root, code, cell.params, data_manifest=cell.inputs[0], **place)
         record_speed(cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds)
-    for outcome in outcomes.values():
-        shutil.rmtree(outcome.state, ignore_errors=True)
+    remove_states(cell, outcomes)
     scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
     print(f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}", flush=True)
+
+
+def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
+    """Remove from .runs what seeds left there whose record stands."""
+    for seed in seeds:
+        shutil.rmtree(cell.state_folder(seed), ignore_errors=True)
 
 
 def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
@@ -231,25 +243,26 @@ def find_place(job: Job) -> dict[str, str]:
 
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
-    """Copy the first seed's files into the cell's folder, and write the curves of all seeds."""
+    """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of all seeds."""
     curve = cell.folder / "curve.csv"
     rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
     if (first := outcomes.get(cell.params.seeds[0])) is not None:
-        for part in ("snapshots", "examples"):
-            shutil.rmtree(cell.folder / part, ignore_errors=True)
-        try:
-            shutil.copytree(first.folder, cell.folder, dirs_exist_ok=True)
-        except shutil.Error as error:  # it lists every failure
-            _, target, reason = error.args[0][0]
-            raise RunError(f"{target}: {reason}") from None
+        files = {cell.folder / file.relative_to(first.folder): file for file in first.folder.rglob("*") if file.is_file()}
+        with contextlib.ExitStack() as renamed_at_the_end:
+            for target, file in files.items():
+                shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
+            (cell.folder / "metrics.json").unlink(missing_ok=True)  # that of an earlier run must not stand beside the new files
+        for old in {file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()} - files.keys():
+            old.unlink()
+        (cell.folder / "snapshots").mkdir(exist_ok=True)  # an output of the graph, also where it is empty
     write_csv(curve, rows)
 
 
-def _round(value: float) -> float:
-    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole."""
-    return value if isinstance(value, int) else float(f"{value:.8g}")
+def _round(value: float) -> float | str:
+    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole, and `nan` is no missing value."""
+    return value if isinstance(value, int) else float(f"{value:.8g}") if math.isfinite(value) else str(value)
 
 
 def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:

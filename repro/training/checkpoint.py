@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import RunError, UserError
 from ..core.hashing import short_hash
-from ..core.record import atomic
+from ..core.record import atomic, sweep
 
 _NAME = re.compile(r"^step_(\d{9})\.([0-9a-f]{16})\.pt$")
 GENERATIONS = 2
@@ -58,8 +58,7 @@ class Checkpointer:
         Raises:
             UserError: all states are damaged.
         """
-        for torn in self.folder.glob(".step_*.tmp"):  # of a process that was killed while it wrote
-            torn.unlink()
+        sweep(self.folder, self.folder / "snapshots")
         files = self._files()
         for place, (step, path) in enumerate(files):
             content = path.read_bytes()

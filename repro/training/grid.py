@@ -10,7 +10,7 @@ from ..core.record import make_identity, read_record, write_record
 from ..core.runtime import choose_device, device_label
 from ..core.ui import print_table
 from ..measure.speed import RowSpec, measure
-from .cells import find_finished_seeds, train_cell
+from .cells import find_finished_seeds, remove_states, train_cell
 from .job import Cell
 from .pool import Work, run_all
 
@@ -53,6 +53,8 @@ def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> No
     """
     waiting = {name: variant for name, variant in variants.items() if variant.missing}
     _show_plan(variants)
+    for name in variants.keys() - waiting.keys():
+        remove_states(variants[name].cell, variants[name].cell.params.seeds)
     works = {name: _make_work(variant) for name, variant in waiting.items()}
     one = next(iter(variants.values())).cell
     failed = run_all(works, jobs, one.runtime, one.paths.root)

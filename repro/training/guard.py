@@ -1,4 +1,4 @@
-"""Too many steps in a row whose loss or gradient is not finite end a run, and the last one is explained.
+"""Too many steps whose loss or gradient is not finite end a run, as do weights that are not; the last step is explained.
 
 The dump holds what is needed to run the step again (weights, random states, the batch's place) and what was seen: statistics of
 every layer's output and every parameter's gradient, and what the task adds, like the inner losses of TTT layers.
@@ -19,19 +19,37 @@ from .checkpoint import set_rng_state
 _KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model", "ranks"}
 
 
-def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, number: int, rng: dict[str, Any]) -> None:
+def find_fault(run: Any, training: Any, steps: int) -> str | None:
+    """Why a training, before its last evaluation, has no result: most of the last epoch's steps or any weight not finite; None if it has.
+
+    Args:
+        run, training: the `RunState` and `TrainingState` of `repro.training.loop`, after the last step.
+        steps: of an epoch.
+    """
+    if 2 * run.epoch_steps < steps:
+        return f"loss or gradient not finite in {steps - run.epoch_steps} of the last epoch's {steps} steps"
+    for what, model in (("weight", training.model), ("moving average", training.evaluated)):
+        for name, value in model.state_dict().items():
+            if not value.isfinite().all():
+                return f"{what} {name} not finite"
+    return None
+
+
+def dump_bad_step(folder: Path, task: Any, training: Any, step: int, place: tuple[int, int], batch: Any, rng: Any, why: str) -> None:
     """Write `bad_step_<step>.pt` and end the run.
 
     Args:
         folder: where the dump goes.
-        task, training, run: the `Task`, `TrainingState` and `RunState` of `repro.training.loop`, after the step.
-        batch, number: this rank's batch of the step, and its number in the epoch.
+        task, training: the `Task` and `TrainingState` of `repro.training.loop`, after the step.
+        step, place: the step's number in the run, and its epoch and number in the epoch, which count from 0.
+        batch: this rank's batch of the step.
         rng: the random states before the step.
+        why: the run ends, for the message.
 
     Raises:
         Diverged: always.
     """
-    step, epoch, scale = run.step, len(run.curve), training.scaler.get_scale()
+    (epoch, number), scale = place, training.scaler.get_scale()
     set_rng_state(rng)
     statistics = diagnose(task, batch, training.autocast, training.accumulate, scale)
     seen = task.ranks.gather({"rng": rng, "batch": task.describe(epoch, number), "statistics": statistics})
@@ -43,9 +61,10 @@ def dump_bad_step(folder: Path, task: Any, training: Any, run: Any, batch: Any, 
             content["teacher"] = task.teacher.state_dict()
         with atomic(path) as temporary:
             torch.save(content, temporary)
+    first = statistics["first_not_finite"]
     raise Diverged(
         step,
-        f"step {step}: loss or gradient not finite, {run.bad_in_a_row} steps in a row; the last one is in {path}: "
+        f"step {step}: {why}{f'; the first output that is not: {first}' if first else ''}; the last step is in {path}: "
         f"for a classifier, `repro pretrain --replay-bad-step {path}` runs it again",
     )
 

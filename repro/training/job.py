@@ -12,7 +12,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file, hash_files
 from ..core.paths import Paths
 from ..core.ranks import Ranks
-from ..core.record import read_json, read_record, write_json, write_text
+from ..core.record import read_json, read_record, require_writable, write_json, write_text
 from ..core.runtime import Runtime, choose_device, seed_everything
 from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
@@ -175,6 +175,7 @@ def run_job(job: Job) -> Outcome | None:
     cell, seed, task = job.cell, job.params.seeds[0], job.task
     runtime, ranks, state = cell.runtime, cell.ranks, cell.state_folder(seed)
     if ranks.first:
+        require_writable(cell.folder)  # better now than after the last epoch
         write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
     # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots, result = state / "snapshots", state / "result"
@@ -294,6 +295,6 @@ def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, An
         found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
     evaluated = [row[score] for row in done.curve if score in row]
     name = f"{of_curve}{name_statistic(score, 'previous')}"
-    if len(evaluated) > 1:
+    if len(evaluated) > 1 and math.isfinite(evaluated[-2]):
         return found | {name: evaluated[-2]}
-    return found | {name: None, f"{name}_reason": "evaluated once"}
+    return found | {name: None, f"{name}_reason": "not finite" if len(evaluated) > 1 else "evaluated once"}

@@ -18,7 +18,7 @@ from ..core.errors import Interrupted, UserError
 from ..core.ranks import Ranks
 from ..core.ui import Progress
 from .checkpoint import Checkpointer, rng_state, set_rng_state
-from .guard import dump_bad_step
+from .guard import dump_bad_step, find_fault
 from .optim import build_optimizer, build_schedule
 from .params import OptimParams, TrainParams
 from .watch import Watch, format_window
@@ -88,7 +88,7 @@ class RunState:
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
     epoch_steps: int = 0  # finite steps summed so far
-    bad_in_a_row: int = 0
+    bad_excess: int = 0  # by how many steps the bad ones outnumber the others, counted from the step that makes it largest
     bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
     scores: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -96,7 +96,7 @@ class RunState:
     def count(self, numbers: dict[str, float], *, finite: bool) -> None:
         """Count one more step; only the numbers of a finite step go into the sums."""
         self.step += 1
-        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        self.bad_excess = max(0, self.bad_excess - 1) if finite else self.bad_excess + 1
         self.bad_steps += not finite
         if finite:
             self.epoch_steps += 1
@@ -132,7 +132,7 @@ def fit(
 
     Raises:
         Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
-        RunError: `params.max_bad_steps` steps in a row were not finite.
+        Diverged: too many steps were not finite, see `params.max_bad_steps`; or most of the last epoch's, a final weight or a final score.
     """
     training, ranks, steps = TrainingState(task, params, accumulate), task.ranks, task.steps_per_epoch
     schedule = build_schedule(training.optimizer, params.optim, task.batch_size, params.epochs, steps)
@@ -154,8 +154,9 @@ def fit(
                 bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
                 training.step(apply=not bad)
                 run.count(numbers, finite=not bad)
-                if run.bad_in_a_row >= params.max_bad_steps:
-                    dump_bad_step(checkpointer.folder, task, training, run, batch, number, rng)
+                if run.bad_excess >= params.max_bad_steps:
+                    why = f"loss or gradient not finite, of late in {run.bad_excess} steps more than it was"
+                    dump_bad_step(checkpointer.folder, task, training, run.step, (epoch, number), batch, rng, why)
                 rate = training.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
                 if window := watch.step(run.step, epoch, numbers, rate, images, skipped=bad):
@@ -166,6 +167,8 @@ def fit(
                     with watch.paused():
                         _save(checkpointer, run, training, ranks)
                     _stop_if(stop, received, run.step)
+            if epoch + 1 == params.epochs:
+                _judge_end(find_fault(run, training, steps), task, training, run, checkpointer)
             with watch.paused():
                 evaluate = (epoch + 1) % params.evaluate_every == 0 or epoch + 1 == params.epochs
                 _end_epoch(task, run, training, evaluate)
@@ -173,10 +176,12 @@ def fit(
                     snapshot(epoch + 1, training.evaluated)
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
+        _judge_end(_find_bad_score(run), task, training, run, checkpointer)
         if task.reported_split != task.curve_split:  # a call that is stopped here evaluates the last epoch again when it continues
             with watch.paused():
                 run.scores = task.evaluate(training.evaluated, task.reported_split)
             progress.print(f"{task.reported_split}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.scores.items()))
+            _judge_end(_find_bad_score(run), task, training, run, checkpointer)
             _stop_if(ranks.any(bool(received))[0], received, run.step)
     return run, training.evaluated
 
@@ -285,6 +290,19 @@ def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: boo
     run.epoch_sums, run.epoch_steps = {}, 0
 
 
+def _find_bad_score(run: RunState) -> str | None:
+    return next((f"the final {name} is {value}" for name, value in run.scores.items() if not math.isfinite(value)), None)
+
+
+def _judge_end(why: str | None, task: Task, training: TrainingState, run: RunState, checkpointer: Checkpointer) -> None:
+    """With a reason, end the run with a dump of its last batch and of the weights as they are now: a resumed run has no others."""
+    if why is not None:
+        place = divmod(run.step - 1, task.steps_per_epoch)
+        task.model.train()
+        batch = next(iter(task.batches(*place)))
+        dump_bad_step(checkpointer.folder, task, training, run.step, place, batch, rng_state(), why)
+
+
 def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:
     everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
     if ranks.first:
@@ -300,15 +318,16 @@ def _restore(checkpointer: Checkpointer, training: TrainingState, ranks: Ranks) 
     try:
         everyone = saved["ranks"]
         training.load_state_dict(saved)
+        run = RunState(**{**saved["run"], "epoch_sums": everyone[ranks.rank]["sums"]})
     except torch.OutOfMemoryError:  # a RuntimeError that says nothing against the state
         raise
-    except (RuntimeError, ValueError, KeyError):
-        raise UserError(f"{checkpointer.folder}: holds the state of another model; remove the folder to start again") from None
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        what = "the state of another model, or of other code"
+        raise UserError(f"{checkpointer.folder}: holds {what}; remove the folder to start again") from None
     if saved["accumulate"] != training.accumulate:
         raise UserError(
             f"{checkpointer.folder}: the run was stopped with its batches cut into {saved['accumulate']} part(s), and now they are cut into "
             f"{training.accumulate}; set the same runtime.micro_batch, or remove the folder to start again"
         )
-    own = everyone[ranks.rank]
-    set_rng_state(own["rng"])
-    return RunState(**{**saved["run"], "epoch_sums": own["sums"]})
+    set_rng_state(everyone[ranks.rank]["rng"])
+    return run

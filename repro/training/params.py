@@ -89,7 +89,8 @@ class TrainParams:
         precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them; fp16 scales its loss
             adaptively); `auto` takes bf16 on GPUs and fp32 elsewhere.
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw weights; null for none.
-        max_bad_steps: steps in a row with a loss or gradient that is not finite, after which the run stops and explains the last one.
+        max_bad_steps: by how many the steps with a loss or gradient that is not finite may outnumber the others, counted from any step
+            on; with as many, the run stops and explains the last one. So it ends where more than half fail, and after as many in a row.
         optim: optimiser and schedule.
     """
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +10,12 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
+from ..core.children import PARENT, describe_death
 from ..core.errors import Interrupted
 from ..core.runtime import Runtime, choose_device, usable_cores
+
+# the lines with which DVC ends: of a command that failed, with its exit code, and of one that did not
+_OF_DVC = re.compile(r"^(?:ERROR: .*, exited with (-?\d+)|Use `dvc push` .*|Data and pipelines are up to date\.)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +25,10 @@ class Work:
     Args:
         arguments: of the command line, behind the name of the module.
         log: takes what it prints.
-        module: what Python runs.
+        module: what Python runs. One of others is asked to end by a SIGINT to all its processes, as by a Ctrl-C, and not by a SIGTERM.
         after: the names of others that must have succeeded before it starts; those that nobody runs count as done.
         alone: whether nothing may run beside it; it then has all threads.
         environment: variables that it has beside those of this process.
-        stopped_as_group: whether it is asked to end by a SIGINT to all its processes, as by a Ctrl-C, and not by a SIGTERM to itself.
     """
 
     arguments: tuple[str, ...]
@@ -33,7 +37,6 @@ class Work:
     after: tuple[str, ...] = ()
     alone: bool = False
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stopped_as_group: bool = False
 
 
 def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path, *, alike: bool = True) -> dict[str, str]:
@@ -70,7 +73,7 @@ def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path
                     continue
                 del running[slot]
                 finished += 1
-                last = _find_last_line(waiting[name].log, "done" if process.returncode == 0 else "no output")
+                last = _find_outcome(waiting[name], process.returncode, root)
                 if process.returncode and not received:
                     failed[name] = last
                     for other in _list_dependants(name, queue):
@@ -104,7 +107,7 @@ def _list_dependants(name: str, queue: Mapping[str, Work]) -> list[str]:
 
 def _stop(process: subprocess.Popen, work: Work) -> None:
     """Ask a process to end with its state saved."""
-    if work.stopped_as_group:
+    if work.module != "repro":
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGTERM)
@@ -114,13 +117,21 @@ def _start(work: Work, environment: Mapping[str, str], root: Path) -> subprocess
     work.log.parent.mkdir(parents=True, exist_ok=True)
     with open(work.log, "w", encoding="utf-8") as stream:
         # in its own session: a Ctrl-C in the terminal reaches it once, and only through this process
-        command = [sys.executable, "-m", work.module, *work.arguments]
+        # and if this process is killed, it ends too
+        module = ["repro"] if work.module == "repro" else ["repro.core.children", work.module]
+        command, environment = [sys.executable, "-m", *module, *work.arguments], {**environment, PARENT: str(os.getpid())}
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=root, env=environment, start_new_session=True)
 
 
-def _find_last_line(log: Path, default: str) -> str:
-    """The error in a log, which may stand before what the process still wrote when it ended, else the last line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [default]
+def _find_outcome(work: Work, code: int, root: Path) -> str:
+    """Which signal killed it; else the error in its log, which may stand before what it still wrote when it ended; else the last line."""
+    said = work.log.read_text(encoding="utf-8", errors="replace").strip()
+    if work.module == "dvc":  # what it says itself hides the command's last line, but has the command's exit code
+        code = next((int(given) for given in reversed(_OF_DVC.findall(said)) if given), code)
+        said = _OF_DVC.sub("", said).strip()
+    if death := describe_death(code):
+        return f"{death}; output in {work.log.relative_to(root)}"
+    lines = said.splitlines() or ["no output" if code else "done"]
     return next((line for line in reversed(lines) if line.startswith("repro: ")), lines[-1]).removeprefix("repro: ")
 
 

@@ -206,7 +206,7 @@ def run_trial(search: Search, number: int) -> None:
     try:
         metrics = run_job(job).metrics
     except Diverged as error:
-        found |= {"diverged": True, score: None, "train_loss": None, "reason": f"step {error.step}: loss or gradient not finite"}
+        found |= {"diverged": True, score: None, "train_loss": None, "reason": f"step {error.step}: training not finite"}
         print(f"{trial.name}: diverged", flush=True)
     else:
         found |= {"diverged": False, score: metrics[score], "train_loss": metrics["train_loss"]}

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import stat
@@ -9,10 +10,21 @@ import llvmlite
 import numba
 import pytest
 
-from repro.core.errors import UserError
+from repro.core.errors import RunError, UserError
 from repro.core.freshness import hash_number
 from repro.core.hashing import hash_code, hash_files, import_closure
-from repro.core.record import atomic, find_command, make_identity, read_json, read_record, write_json, write_record, write_text
+from repro.core.record import (
+    atomic,
+    find_command,
+    make_identity,
+    read_json,
+    read_record,
+    require_writable,
+    sweep,
+    write_json,
+    write_record,
+    write_text,
+)
 from repro.data.settings import DigitsSettings
 
 
@@ -33,6 +45,55 @@ def test_atomic_makes_folders_and_ordinary_permissions(tmp_path):
     write_text(path, "é")
     assert path.read_bytes() == "é".encode()
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_full_disk_names_the_file_that_has_no_room(tmp_path):
+    for error in (OSError(errno.ENOSPC, "full"), OSError(errno.ENOSPC, "full", "from", None, "to")):
+        with pytest.raises(OSError, match="full") as failed, atomic(tmp_path / "a.txt"):
+            raise error
+        assert failed.value.filename == str(tmp_path / "a.txt")
+    assert not os.listdir(tmp_path)
+
+
+def leave_temporary(folder):
+    """Write what `atomic` leaves when its process is killed."""
+    with atomic(folder / "run.json") as temporary:
+        pass
+    temporary.write_text("half")
+    return temporary
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path):
+    (tmp_path / "below").mkdir()
+    left, below = leave_temporary(tmp_path), leave_temporary(tmp_path / "below")
+    others = [tmp_path / name for name in (".notes.tmp", ".a.12345678.txt", "a.12345678.tmp", "run.json")]
+    for file in others:
+        file.touch()
+    sweep(tmp_path, tmp_path / "missing")
+    assert not left.exists() and below.exists() and all(file.exists() for file in others)
+    write_record(tmp_path / "below", {}, {}, 1.0)
+    assert not below.exists()
+
+
+def test_git_ignores_what_a_killed_process_left(tmp_path):
+    name = f"results/pretrain/nano/{leave_temporary(tmp_path).name}"
+    assert not subprocess.run(["git", "check-ignore", "--no-index", "-q", name], cwd=Path(__file__).parents[2]).returncode
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_and_another_left_as_it_is(tmp_path):
+    require_writable(tmp_path / "a" / "b")
+    assert not os.listdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=f"{tmp_path}/file: cannot be written"):
+        require_writable(tmp_path / "file" / "b")
+
+
+@pytest.mark.parametrize("scores", [(), ("n",)])
+def test_a_record_comes_last(tmp_path, monkeypatch, scores):
+    done, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: (done.append(Path(target).name), replace(source, target)))
+    write_record(tmp_path, {"n": 1}, {}, 1.0, scores=scores)
+    assert done[-1] == "metrics.json" and "run.json" in done
 
 
 def test_json_is_sorted_and_repeatable(tmp_path):

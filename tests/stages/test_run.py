@@ -1,5 +1,7 @@
 """`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a signal does."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +13,9 @@ import pytest
 
 from repro.core.config import load_yaml
 from repro.core.errors import RunError
-from repro.core.paths import Paths
+from repro.core.paths import Paths, describe_missing_results
 from repro.core.runtime import RUN_BEGAN, Runtime, load_runtime
-from repro.pipeline import choose_steps, read_steps, read_units, run_measured, run_stages
+from repro.pipeline import choose_steps, read_steps, read_units, release_dead_locks, run_measured, run_stages
 from stages import Stage
 
 # `meet` waits until its partner runs too; `quiet` fails if anything else runs; what ends leaves no sign
@@ -71,16 +73,58 @@ def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd
     write(
         project,
         wrong=("echo repro: no such file >&2; exit 3", []),
+        broken=("echo ValueError; exit 1", []),
         next=("echo 1 > next.out", ["wrong"]),
         after=("echo 1 > after.out", ["next"]),
         other=("echo 1 > other.out", []),
     )
     with pytest.raises(RunError) as caught:
         run(project)
-    assert str(caught.value) == (
-        "3 of 4 stages failed: wrong: no such file; next: not run, since wrong failed; after: not run, since wrong failed"
-    )
+    count, _, said = str(caught.value).partition(" stages failed: ")
+    assert count == "4 of 5" and set(said.split("; ")) == {
+        "wrong: no such file",
+        "next: not run, since wrong failed",
+        "after: not run, since wrong failed",
+        "broken: ValueError",
+    }
     assert (project.root / "other.out").is_file() and not (project.root / "next.out").exists()
+
+
+def test_the_locks_of_dead_processes_are_released_and_those_of_living_ones_kept(project):
+    """Among them one that some other process holds, and one that two hold of which one is dead."""
+    (dead := subprocess.Popen(["true"])).wait()
+    live, gone = {"pid": os.getppid(), "cmd": "dvc repro"}, {"pid": dead.pid, "cmd": "dvc repro"}
+    write(project, one=("echo 1 > one.out", []))
+    file = project.root / ".dvc" / "tmp" / "rwlock"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"write": {"/a": gone, "/b": live}, "read": {"/c": [gone], "/d": [gone, live]}}))
+    release_dead_locks(project.root)
+    assert json.loads(file.read_text()) == {"write": {"/b": live}, "read": {"/d": [live]}}
+    file.write_text('{"read": {')
+    release_dead_locks(project.root)
+    assert file.read_text() == '{"read": {'
+
+
+def test_a_stopped_run_says_how_committed_results_come_back(project, capfd):
+    """The stage fails after DVC has removed what it had made; the command that is named restores it, and nothing else."""
+    write(project, one=("[ ! -e stop ] && echo 1 > results/one.txt", []))
+    text = (project.root / "dvc.yaml").read_text().replace("- one.out", "- results/one.txt: {cache: false}")
+    (project.root / "dvc.yaml").write_text(text)
+    (project.root / "results").mkdir()
+    (project.root / "results" / "two.txt").write_text("2\n")
+    run(project)
+    for command in ("init -q", "add results", "-c user.name=a -c user.email=a@b commit -qm a"):
+        subprocess.run(["git", *command.split()], cwd=project.root, check=True)
+    (project.root / "results" / "two.txt").write_text("edited\n")
+    (project.root / "stop").touch()
+    with pytest.raises(RunError):
+        run(project, force=True)
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "git checkout" in line]
+    assert not (project.root / "results" / "one.txt").exists() and "results/one.txt" in line
+    subprocess.run(line.partition(": ")[2], shell=True, cwd=project.root, check=True)
+    assert (project.root / "results" / "one.txt").read_text() == "1\n"
+    assert (project.root / "results" / "two.txt").read_text() == "edited\n"
+    assert describe_missing_results(project.root) is None
 
 
 def test_the_longest_chain_comes_first(project):
@@ -105,8 +149,8 @@ def test_a_graph_that_dvc_cannot_read_is_an_error_of_one_line(project):
         read_units(project.root)
 
 
-def test_a_signal_reaches_the_stages_and_is_waited_for(project):
-    """Each stage notes the signal and takes its time to save; the call ends when both have."""
+def start_two_slow_stages(project) -> subprocess.Popen:
+    """A run whose stages note a SIGINT and take their time to save; when it is returned both have begun."""
     slow = 'trap "sleep 0.5; touch {name}.saved; exit 130" INT; touch {name}.runs; while true; do sleep 0.1; done'
     write(project, left=(slow.format(name="left"), []), right=(slow.format(name="right"), []))
     program = (
@@ -119,9 +163,47 @@ def test_a_signal_reaches_the_stages_and_is_waited_for(project):
     while not all((project.root / f"{name}.runs").exists() for name in ("left", "right")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
+    return process
+
+
+def test_a_signal_reaches_the_stages_and_is_waited_for(project):
+    process = start_two_slow_stages(project)
     process.send_signal(signal.SIGTERM)
     assert "Interrupted" in process.communicate(timeout=120)[1]
     assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
+
+
+def list_processes_in(folder: Path) -> list[int]:
+    """The numbers of the processes that work in a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [int(entry.name)] if Path(os.readlink(entry / "cwd")) == folder else []
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
+def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(project):
+    process = start_two_slow_stages(project)
+    assert len(list_processes_in(project.root)) >= 4
+    process.kill()
+    process.communicate()
+    until = time.monotonic() + 20
+    while (left := list_processes_in(project.root)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    assert not left
+    assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
+
+
+@pytest.mark.parametrize("command", ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?"])
+def test_a_stage_that_a_signal_killed_says_so_and_where_its_output_is(project, command):
+    """The last line of its log is about something else; the second shell outlives the killed one, and gives 137."""
+    write(project, big=(f"echo repro: a warning; {command}".replace("'", "''"), []))
+    with pytest.raises(RunError) as caught:
+        run(project)
+    assert "big: killed by signal 9 (out of memory?); output in .runs/logs/run/big/output.txt" in str(caught.value)
 
 
 @pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])

@@ -5,17 +5,18 @@ import dataclasses
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from repro.core.errors import Interrupted, RunError, UserError
+from repro.core.errors import Diverged, Interrupted, RunError, UserError
 from repro.core.ranks import Ranks
 from repro.training.checkpoint import Checkpointer, rng_state, set_rng_state
-from repro.training.guard import diagnose, dump_bad_step, load_dump
-from repro.training.loop import fit
+from repro.training.guard import diagnose, dump_bad_step, find_fault, load_dump
+from repro.training.loop import RunState, fit
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
@@ -266,10 +267,10 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_apart(tmp_path, value
 
 
 def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
-    with pytest.raises(RunError, match=r"step 8: loss or gradient not finite, 3 steps in a row; .*--replay-bad-step"):
+    with pytest.raises(RunError, match=r"step 8: loss or gradient not finite.*--replay-bad-step"):
         train(tmp_path, Diverging({2, 3, 6, 7, 8}), max_bad_steps=3)
     saved = Checkpointer(tmp_path, lambda line: None).restore()
-    assert saved["run"]["step"] == 6 and saved["run"]["bad_in_a_row"] == 1
+    assert saved["run"]["step"] == 6 and saved["run"]["bad_excess"] == 1
     assert all(torch.isfinite(value).all() for value in saved["model"].values())
 
     dump = load_dump(tmp_path / "bad_step_000000008.pt")
@@ -283,6 +284,87 @@ def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
     found = diagnose(again, next(again.batches(1, 2)), contextlib.nullcontext)
     assert found["outputs"] == seen["statistics"]["outputs"] and found["own"] == {"largest": seen["statistics"]["own"]["largest"]}
     assert set(found["gradients"]) == {name for name, _ in again.model.named_parameters()}
+
+
+@pytest.mark.parametrize("killed", [None, 3, 8])
+def test_bad_steps_that_outnumber_the_others_stop_a_run_also_when_it_was_killed(tmp_path, killed):
+    """Two of three are bad; three more bad than good are reached at step 8, and never three in a row."""
+    task = Diverging({1, 2, 4, 5, 7, 8, 10, 11})
+    if killed is not None:
+        task.before_step = kill_at(killed)
+        with pytest.raises(Killed):
+            train(tmp_path, task, max_bad_steps=4)
+        task = Diverging(task.bad)
+    with pytest.raises(Diverged) as stopped:
+        train(tmp_path, task, max_bad_steps=4)
+    assert stopped.value.step == 8
+
+
+def test_half_of_the_steps_may_be_bad(tmp_path):
+    states = []
+    train(tmp_path, Diverging(set(range(2, 16, 2))), max_bad_steps=2, returned=states)
+    assert states[0].bad_steps == 7
+
+
+class Exploding(Regression):
+    """One step is taken at an absurd rate; after it the loss is not finite."""
+
+    def build_optimizer(self, params):
+        return torch.optim.SGD(self.model.parameters(), lr=1e30)
+
+
+ABSURD = {"optim": OptimParams(lr=1e30, lr_batch_size=8, warmup_epochs=0, clip_grad_norm=None), "max_bad_steps": 20}
+
+
+@pytest.mark.parametrize("killed", [None, 4])
+def test_a_run_with_hardly_a_step_that_counts_diverged(tmp_path, killed):
+    """One of five steps counts; a run of five steps never has `max_bad_steps` bad ones."""
+    if killed is not None:
+        with pytest.raises(Killed):
+            train(tmp_path, Exploding(kill_at(killed)), epochs=1, **ABSURD)
+    with pytest.raises(Diverged, match=r"4 of the last epoch's 5 steps.*bad_step_000000005.pt"):
+        train(tmp_path, Exploding(), epochs=1, **ABSURD)
+    (seen,) = load_dump(tmp_path / "bad_step_000000005.pt")["ranks"]
+    assert seen["batch"][0] == "0/4/0" and not math.isfinite(seen["statistics"]["loss"])
+
+
+class Spoilt(Regression):
+    """A weight is not finite after the last step, though every loss and gradient was."""
+
+    def batches(self, epoch, start):
+        yield from super().batches(epoch, start)
+        if epoch == 2:
+            self.model[1].weight.data[3] = math.inf
+
+
+def test_weights_that_are_not_finite_at_the_end_are_no_result(tmp_path):
+    task = Spoilt()
+    with pytest.raises(Diverged, match=r"weight 1\.weight.*output.*: 1;"):
+        train(tmp_path, task)
+    assert task.number == 16  # of which the last one is for the dump: nothing was evaluated
+
+
+def test_a_moving_average_that_is_not_finite_at_the_end_is_no_result():
+    training = SimpleNamespace(model=nn.Linear(2, 1), evaluated=nn.Linear(2, 1))
+    assert find_fault(RunState(epoch_steps=5), training, 5) is None
+    training.evaluated.bias.data.fill_(math.nan)
+    assert "average bias" in find_fault(RunState(epoch_steps=5), training, 5)
+
+
+@pytest.mark.parametrize("split", ["tune", "test"])
+def test_a_final_score_that_is_not_finite_is_no_result_and_an_earlier_one_is(tmp_path, split):
+    class Unsound(Tuned):
+        at = 15
+
+        def evaluate(self, model, evaluated):
+            found = super().evaluate(model, evaluated)
+            return {"held_out_loss": math.nan} if self.number == self.at and evaluated == split else found
+
+    with pytest.raises(Diverged, match=r"held_out_loss is nan.*bad_step_000000015\.pt"):
+        train(tmp_path / "last", Unsound())
+    Unsound.at = 10
+    _, curve = train(tmp_path / "earlier", Unsound())
+    assert math.isnan(curve[1]["held_out_loss"]) == (split == "tune") and math.isfinite(curve[2]["held_out_loss"])
 
 
 def test_diagnosis_names_the_layer_by_hand():
@@ -551,7 +633,7 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate, mesa):
     from repro.models.registry import build_model
     from repro.tasks.classification.params import MesaParams, MixParams
     from repro.tasks.classification.task import Classification
-    from repro.training.loop import RunState, TrainingState, forward_backward
+    from repro.training.loop import TrainingState, forward_backward
 
     class Loader(list):
         def files(self, epoch, number):
@@ -577,7 +659,7 @@ def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate, mesa):
     trained = list(seen)
     assert len(trained) == accumulate and numbers["loss"] == pytest.approx(np.mean(trained)) and torch.equal(batch[0], before)
     with pytest.raises(RunError, match="bad_step_000000006.pt"):
-        dump_bad_step(tmp_path, task, parts, RunState(step=6, bad_in_a_row=1), batch, 0, rng)
+        dump_bad_step(tmp_path, task, parts, 6, (0, 0), batch, rng, "not finite")
     dump = load_dump(tmp_path / "bad_step_000000006.pt")
     (of_the_dump,) = dump["ranks"]
     assert of_the_dump["statistics"]["loss"] == trained[-1] and of_the_dump["statistics"]["part"] == accumulate

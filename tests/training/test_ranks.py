@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro.core.errors import UserError
-from repro.core.ranks import Ranks, joined
+from repro.core.ranks import Ranks, joined, require_gpus
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -62,6 +62,22 @@ def test_a_failed_rank_ends_all(tmp_path):
     (tmp_path / "agree.py").write_text(AGREE)
     done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "agree.py"), "fail"])
     assert done.returncode == 1
+
+
+@pytest.mark.slow
+def test_torchrun_tells_that_a_rank_was_killed(tmp_path):
+    (tmp_path / "die.py").write_text("import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)")
+    wrapped = [sys.executable, "-m", "repro.core.children", *TORCHRUN[2:]]
+    assert start([*wrapped, "--nproc-per-node=2", str(tmp_path / "die.py")]).returncode == 128 + 9
+
+
+def test_more_processes_than_gpus_are_refused_unless_they_are_for_the_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for device in ("auto", "cuda"):
+        require_gpus(2, device)
+        with pytest.raises(UserError, match="--gpus 3: .* 2 .*device: cpu"):
+            require_gpus(3, device)
+    require_gpus(3, "cpu")
 
 
 def test_alone_everything_is_the_plain_thing():
