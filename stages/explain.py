@@ -53,6 +53,7 @@ def command(
         weights = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "weights.safetensors"
     require_hash(weights, sha256)
     from repro.data.cells import open_cell
+    from repro.data.pixels import limit_pixels
     from repro.inference.attention import measure_on_data
     from repro.inference.classifier import load_classifier
     from repro.inference.explain import draw_map, require_png
@@ -61,6 +62,7 @@ def command(
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)
+    limit_pixels(runtime.max_pixels)
     cell = None if images else open_cell(paths, runtime, data or "digits")
     classifier = load_classifier(open_weights(weights, model=model), choose_device(runtime.device))
     if cell is None:

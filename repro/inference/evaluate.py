@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..core.errors import RunError, UserError
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
-from ..core.ui import Progress
+from ..core.ui import Progress, print_error
 from ..data.cells import DataCell, open_cell
 from ..data.kinds import IMAGENET_1K
 from ..data.tree import Tree
@@ -70,7 +69,7 @@ def evaluate(
             if len(subjects) == 1:
                 raise
             failed.append(checkpoint.name)
-            print(f"repro: {error}", file=sys.stderr, flush=True)
+            print_error(error)
     if failed:
         raise RunError(f"evaluate: {len(failed)} of {len(subjects)} models were not evaluated: {', '.join(failed)}")
 

@@ -55,6 +55,13 @@ def only(values):
     return value
 
 
+def test_a_data_set_that_is_not_here_is_suggested(weights, repro_cli):
+    code, _, err = repro_cli("evaluate", "--weights", weights, "--data", "digit")
+    assert code == 2 and "did you mean 'digits'?" in err
+    code, _, err = repro_cli("evaluate", "--weights", weights, "--data", "scenes_hard")  # the paper profile has it
+    assert code == 2 and "profiles/paper.yaml" in err and err.count("\n") == 1
+
+
 def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     code, out, err = repro_cli("evaluate", "--weights", weights, "--data", "digits", *sizes(48, 16, 32))
     assert code == 0, err
