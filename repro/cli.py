@@ -12,6 +12,7 @@ import stages
 from .core.children import PARENT, follow_parent
 from .core.errors import Interrupted, RunError, UserError, did_you_mean
 from .core.paths import describe_missing_results, find_root
+from .core.ui import allow_every_terminal, print_error
 
 
 class Verbs(TyperGroup):
@@ -57,14 +58,15 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
+    """Run the command line. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
     follow_parent()
+    allow_every_terminal()
     try:
         app()
     except (UserError, RunError, Interrupted) as error:
         if os.environ.get("REPRO_DEBUG"):
             raise
-        print(f"repro: {error}", file=sys.stderr)
+        print_error(error)
         # by a plain `dvc repro`; `repro run` says it itself, at its end
         if "DVC_STAGE" in os.environ and PARENT not in os.environ and (missing := describe_missing_results(find_root().root)):
             print(missing, file=sys.stderr)
@@ -72,5 +74,5 @@ def main() -> None:
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
         if os.environ.get("REPRO_DEBUG") or error.filename is None:
             raise
-        print(f"repro: {error.filename}: {error.strerror}", file=sys.stderr)
+        print_error(f"{error.filename}: {error.strerror}")
         sys.exit(RunError.exit_code)

@@ -23,6 +23,9 @@ GpusOption = Annotated[
 SeedsOption = Annotated[
     int | None, typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured.")
 ]
+Sha256Option = Annotated[
+    str | None, typer.Option("--sha256", help="The SHA-256 of the file of weights, or its first 8 digits or more; another file is refused.")
+]
 
 # the headings under which the verbs are listed, in the order of use
 PURPOSES = {

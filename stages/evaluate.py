@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from repro.core.hashing import require_hash
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
 from repro.inference.params import EvaluateRequest
 
-from . import Stage
+from . import Sha256Option, Stage
 
 STAGE = Stage(purpose="use")
 
@@ -40,11 +41,13 @@ def command(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], typer.Option(help="bf16 and fp16 run under autocast; the papers evaluate in fp32.")
     ] = "fp32",
+    sha256: Sha256Option = None,
 ) -> None:
     """Measure top-1 and top-5 accuracy; the records go to results/measured."""
     from repro.inference.evaluate import evaluate
     from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 
+    require_hash(weights, sha256)
     paths = find_root()
     request = EvaluateRequest(
         weights=weights,

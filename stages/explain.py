@@ -7,10 +7,11 @@ import typer
 
 from repro.core.config import section_keys
 from repro.core.errors import UserError
+from repro.core.hashing import require_hash
 from repro.core.paths import find_root
 from repro.core.runtime import choose_device, load_runtime
 
-from . import Stage
+from . import Sha256Option, Stage
 
 STAGE = Stage(purpose="use")
 
@@ -37,6 +38,7 @@ def command(
         typer.Option(help="A cell of `prepare_data`: with --probe (by default digits), or in place of pictures with --map attention."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("explained.png"),
+    sha256: Sha256Option = None,
 ) -> None:
     """Draw what a model looks at or how it learns; or measure a changed inner loop."""
     paths = find_root()
@@ -49,7 +51,9 @@ def command(
         raise UserError("explain: --data goes with --probe, or with --map attention in place of pictures")
     if weights is None and model is None:
         weights = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "weights.safetensors"
+    require_hash(weights, sha256)
     from repro.data.cells import open_cell
+    from repro.data.pixels import limit_pixels
     from repro.inference.attention import measure_on_data
     from repro.inference.classifier import load_classifier
     from repro.inference.explain import draw_map, require_png
@@ -58,6 +62,7 @@ def command(
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)
+    limit_pixels(runtime.max_pixels)
     cell = None if images else open_cell(paths, runtime, data or "digits")
     classifier = load_classifier(open_weights(weights, model=model), choose_device(runtime.device))
     if cell is None:

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from . import Stage
+from repro.core.hashing import require_hash
+
+from . import Sha256Option, Stage
 
 STAGE = Stage(purpose="use")
 
@@ -20,8 +22,10 @@ def command(
     ] = None,
     image_size: Annotated[int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")] = None,
     verify: Annotated[bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")] = True,
+    sha256: Sha256Option = None,
 ) -> None:
     """Write a classifier for timm, ONNX or torch.export."""
     from repro.inference.export import export
 
+    require_hash(weights, sha256)
     export(weights, format, output, image_size, verify)

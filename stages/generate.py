@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 import typer
 
 from repro.core.errors import UserError
+from repro.core.hashing import require_hash
 from repro.tasks.generation.spec import SPEC
 
-from . import GpusOption, SeedsOption, Stage
+from . import GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(
     purpose="use",
@@ -46,6 +47,8 @@ def command(
     image_size: Annotated[int | None, typer.Option(help="Side in pixels; by default that of the training.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures and samples.json.")] = Path("samples"),
     vae: Annotated[Path | None, typer.Option(help="Of a model of latents: the VAE's decoder as TorchScript or .pt2.")] = None,
+    vae_sha256: Annotated[str | None, typer.Option(help="The VAE's SHA-256, or its first 8 digits or more.")] = None,
+    sha256: Sha256Option = None,
     judge: Annotated[Path | None, typer.Option(help="A classifier's weights: how many pictures it takes for their class.")] = None,
     inception: Annotated[Path | None, typer.Option(help="inception-2015-12-05.pt: FID and sFID against --data.")] = None,
     inception_sha256: Annotated[str | None, typer.Option(help="The hash of another file with its interface, 16 digits or more.")] = None,
@@ -59,19 +62,23 @@ def command(
         from repro.training.cells import run_cells, train_cells
         from repro.training.from_weights import make_denoiser_cell
 
-        if drawing := [name for name in given if name not in _TRAINING]:
+        if drawing := [name for name in given if name not in (*_TRAINING, "sha256")]:
             option = f"--{drawing[0].replace('_', '-')}"
             raise UserError(f"generate: {option} is for drawing, which needs --weights FILE; a training takes all settings from its cell")
         if cell is None:
             raise UserError("generate: nothing to do; train with --cell NAME, or draw with --weights FILE")
+        require_hash(None if init is None else Path(init), sha256)
         if init is None:
             train_cells("generate", SPEC, cell, gpus, seeds=seeds, by_hand=True)
             return
         many = ["--seeds", str(seeds)] if seeds else []
+        many += ["--sha256", sha256] if sha256 else []
         run_cells([make_denoiser_cell(cell, init, seeds)], gpus, ["generate", "--cell", cell, "--from", init, *many])
         return
     if set(given) & set(_TRAINING):
         raise UserError("generate: --cell, --from, --gpus and --seeds train, and --weights draws; take one of them")
+    require_hash(weights, sha256)
+    require_hash(vae, vae_sha256)
     from repro.inference.generate import DrawRequest, draw_pictures
 
     changed = {name: value for name, value in (("steps", steps), ("sampler", sampler), ("guidance", guidance)) if value is not None}

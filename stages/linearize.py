@@ -1,13 +1,15 @@
 """`repro linearize`: a pretrained softmax ViT becomes a backbone of linear cost (paper 003, T5)."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from repro.core.errors import UserError
+from repro.core.hashing import require_hash
 from repro.tasks.linearization.spec import SPEC
 
-from . import CellOption, GpusOption, SeedsOption, Stage
+from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(
     params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_classification"
@@ -35,6 +37,7 @@ def command(
     data: Annotated[str | None, typer.Option(help="With --from: a cell of prepare_data; by default that of the recipe.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="With --from: epochs of the training.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="With --from: images per step, over all GPUs together.")] = None,
+    sha256: Sha256Option = None,
 ) -> None:
     """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
     from repro.papers.linearize.recipe import describe_recipe
@@ -44,16 +47,17 @@ def command(
     options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
     lengths = {"epochs": epochs, "batch-size": batch_size}
     if source is None:
-        given = {"model": model, "data": data, **lengths}
+        given = {"model": model, "data": data, **lengths, "sha256": sha256}
         if unused := next((name for name, value in given.items() if value is not None), None):
             raise UserError(f"linearize: --{unused} goes with --from; the cells of params.yaml say it themselves")
         train_cells("linearize", SPEC, cell, gpus, seeds=seeds, recipe=describe_recipe)
         return
     if cell is not None:
         raise UserError("linearize: --from and --cell: give one of them")
+    require_hash(Path(source), sha256)
     sizes = {"epochs": epochs, "batch_size": batch_size, "seeds": seeds}
     made = make_cell(source, model=model, options=options, freeze=freeze, data=data, **sizes, recipe=describe_recipe)
     arguments = {"--from": source, "--model": model, "--inner": inner, "--key-norm": key_norm, "--dwc": dwc, "--neighbours": neighbours}
-    arguments |= {"--data": data, "--seeds": seeds, **{f"--{name}": value for name, value in lengths.items()}}
+    arguments |= {"--sha256": sha256, "--data": data, "--seeds": seeds, **{f"--{name}": value for name, value in lengths.items()}}
     flags = [part for name, value in arguments.items() if value is not None for part in (name, str(value))]
     run_cells([made], gpus, ["linearize", *flags, "--freeze" if freeze else "--finetune"])

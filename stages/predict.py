@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from . import Stage
+from repro.core.hashing import require_hash
+
+from . import Sha256Option, Stage
 
 STAGE = Stage(purpose="use")
 
@@ -19,8 +21,10 @@ def command(
     ),
     json: Annotated[Path | None, typer.Option(help="File for the predictions; without it, classes are only printed.")] = None,
     min_score: Annotated[float, typer.Option(min=0, max=1, help="Do not draw detections below this score.")] = 0.5,
+    sha256: Sha256Option = None,
 ) -> None:
     """Classify pictures, or draw what is detected or segmented in them."""
     from repro.inference.predict import predict_pictures
 
+    require_hash(weights, sha256)
     predict_pictures(images, weights, task, output, json, min_score)

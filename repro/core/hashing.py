@@ -5,8 +5,11 @@ import functools
 import hashlib
 import io
 import tokenize
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from .errors import UserError
 
 FIRST_PARTY = ("repro", "kernels", "stages")
 DIGITS = 16
@@ -25,6 +28,36 @@ def hash_file(path: Path, digits: int = DIGITS) -> str:
     """The short hash of a file's content, or more of its 64 digits; raises OSError as reading does."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:digits]
+
+
+def require_hash(path: Path | None, sha256: str | None, advice: str = "; get the right file", named: str = "") -> None:
+    """Refuse a file whose SHA-256 does not begin with the stated digits, 8 or more; None states nothing.
+
+    `named` is how the error names the file, if not by its path; `advice` ends it.
+
+    Raises:
+        UserError: another hash, too few digits or others than hexadecimal ones, or no file.
+    """
+    if sha256 is None:
+        return
+    if len(sha256) < 8 or set(sha256.lower()) - set("0123456789abcdef"):
+        raise UserError(f"--sha256 {sha256}: expected 8 hex digits or more")
+    if path is None or not path.is_file():
+        raise UserError(f"{named or path or '--sha256'}: no such file, so its hash cannot be verified; name a file of weights")
+    found = hash_file(path, digits=64)
+    if not found.startswith(sha256.lower()):
+        raise UserError(f"{named or path}: has SHA-256 {found[:16]}..., expected {sha256}{advice}")
+
+
+def require_intact_zip(path: Path) -> None:
+    """Raise a ValueError about a part of a zip, such as a file of `torch.save`, that has another sum than it states.
+
+    PyTorch does not look at the sums. Files that are no zips pass; the errors of `zipfile` about damage elsewhere are its own.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"damaged: the content of {damaged} is not what its checksum says")
 
 
 def hash_files(root: Path, files: Iterable[str]) -> str:

@@ -37,6 +37,7 @@ class Runtime:
         jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl; TensorBoard events beside it.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
+        max_pixels: width times height of the largest picture that is read.
         data_roots: name of a cell of prepare_data, or a kind of data set -> folder.
     """
 
@@ -51,6 +52,7 @@ class Runtime:
     tensorboard: bool = False
     save_every_steps: int = bounded(200, ge=1)
     log_every_steps: int = bounded(10, ge=1)
+    max_pixels: int = bounded(80_000_000, ge=1)
     data_roots: dict[str, str]
 
     def data_root(self, paths: Paths, kind: str) -> Path:

@@ -1,13 +1,38 @@
 """What the user sees of a command: one progress display, one table. Rich on a terminal, plain text elsewhere."""
 
+import codecs
 import dataclasses
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 QUIET_S = 2.0  # shorter work shows nothing
 LINE_EVERY_S = 10.0
+MOST_CHARACTERS = 300  # of an error
+_PLAIN = str.maketrans({"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"})
+
+
+def print_error(error: Exception | str) -> None:
+    """Print an error on stderr as one line, whose middle is left out where it is long."""
+    line = " ".join(f"repro: {error}".split())
+    if len(line) > MOST_CHARACTERS:
+        line = f"{line[:198]} ... {line[-(MOST_CHARACTERS - 203) :]}"
+    print(line, file=sys.stderr, flush=True)
+
+
+def allow_every_terminal() -> None:
+    """Let stdout and stderr take any text: a character that their encoding lacks becomes a plain one like it, or a question mark."""
+
+    def replace(error: UnicodeError) -> tuple[str, int]:
+        text = unicodedata.normalize("NFKD", error.object[error.start : error.end].translate(_PLAIN))
+        kept = "".join(each for each in text if not unicodedata.combining(each))
+        return kept.encode("ascii", "replace").decode("ascii"), error.end
+
+    codecs.register_error("plain", replace)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="plain")
 
 
 @dataclasses.dataclass

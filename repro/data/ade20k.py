@@ -102,7 +102,8 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
     if len(files) != 1:
         report.error(base, f"expected one file objectInfo<K>.txt with the names of the classes, found {len(files)}", RELEASE)
         return ()
-    rows = [line.split("\t") for line in files[0].read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
+    text = files[0].read_text(encoding="utf-8", errors="replace")
+    rows = [line.split("\t") for line in text.splitlines()[1:] if line.strip()]
     if not rows or [row[0].strip() for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
         report.error(files[0], "expected a heading and lines that begin with 1, 2, 3, ..., with tabs between the columns", RELEASE)
         return ()

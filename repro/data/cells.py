@@ -1,16 +1,19 @@
 """Opening a prepared data set: its manifest, its folder, and the reader of its format."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..core.config import find_profile, list_profiles, load_yaml, section_keys
 from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
 from .kinds import KINDS, Format, Kind, load_function
 from .manifest import Manifest, read_manifest, verify
+from .pixels import limit_pixels
 from .tree import Tree, scan_tree
 
 
@@ -85,8 +88,18 @@ def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
     return runtime.data_root(paths, key)
 
 
+def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
+    """The end of an error line about a data set that is none of `known`: the profiles that have it, else `did_you_mean`."""
+    files = [find_profile(paths, profile) for profile in list_profiles(paths)]
+    having = [str(file.relative_to(paths.root)) for file in files if name in (load_yaml(file).get("prepare_data") or {})]
+    return f"; copy it from {' or '.join(having)}" if having else did_you_mean(name, known)
+
+
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
-    """A cell of `prepare_data:`; raises UserError where it was not prepared, or `runtime.data_roots` does not say where it lies."""
+    """A cell of `prepare_data:`; raises UserError where there is none, it was not prepared, or `runtime.data_roots` does not say where it lies."""
     file = manifest_path(paths, name)
+    if not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
+        raise UserError(f"{name}: prepare_data in params.yaml has no such cell{suggest_data(paths, name, known)}")
     manifest = read_manifest(file)
+    limit_pixels(runtime.max_pixels)
     return DataCell(name=name, manifest_path=file, manifest=manifest, root=find_root(paths, runtime, name, manifest.kind))

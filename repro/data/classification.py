@@ -4,7 +4,6 @@ Images travel from the loading processes as bytes, which takes a quarter of what
 input of a model, on the model's device.
 """
 
-import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from ..core.errors import UserError
 from .loader import own_randomness
-from .pixels import UNREADABLE, decode_upright
+from .pixels import UNREADABLE, decode_rgb
 from .settings import TransformSettings
 from .tree import Source, Tree
 
@@ -145,12 +144,8 @@ class ImageFolder(Dataset):
 
 
 def read_rgb(source: Source, upright: bool = False) -> Image.Image:
-    """An image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raises what Pillow raises, see `UNREADABLE`."""
-    content = source.read()
-    if upright:
-        return decode_upright(content)
-    with Image.open(io.BytesIO(content)) as image:
-        return image.convert("RGB")
+    """An image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raises `UNREADABLE`."""
+    return decode_rgb(source.read(), source.file, upright=upright)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

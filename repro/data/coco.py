@@ -22,6 +22,7 @@ from .tree import list_images, record_folder, show_few
 
 _RENEW = "unpack annotations_trainval2017.zip again"
 _SLACK_PX = 1.0  # coordinates are rounded
+_MOST_OUTSIDE = 10  # how far from its origin a polygon may reach, in sides of the image
 # sorts of faults of annotations -> severity and advice; those that training survives are warnings
 _FAULTS = {
     "malformed": ("error", _RENEW),
@@ -168,10 +169,12 @@ def _find_target(row: Row, images: Mapping[int, Row], categories: Mapping[int, R
         if not all(map(math.isfinite, box)):
             raise ValueError(f"box {box} is not finite")
         area = float(row.get("area", 1))
-    except (TypeError, ValueError) as error:
+        image = images[row["image_id"]]
+        if row.get("segmentation"):
+            _check_mask(row["segmentation"], image["height"], image["width"])
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         faults["malformed"].append(f"{name} is malformed ({explain_error(error)})")
         return None
-    image = images[row["image_id"]]
     wide, high = image["width"], image["height"]
     if width <= 0 or height <= 0:
         faults["empty"].append(f"{name}: box {box} has no area")
@@ -189,7 +192,7 @@ def _find_target(row: Row, images: Mapping[int, Row], categories: Mapping[int, R
 def _read_json(file: Path, report: Report) -> dict[str, Any] | None:
     """The three lists of an annotation file; None if one is missing."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
         lists = ("images", "annotations", "categories")
         missing = [key for key in lists if not isinstance(content, dict) or not isinstance(content.get(key), list)]
         problem = f"has no list {missing[0]!r}" if missing else None
@@ -203,13 +206,69 @@ def _read_json(file: Path, report: Report) -> dict[str, Any] | None:
     return content
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _is_side(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < 2**31
+
+
+def _check_mask(segmentation: Any, height: int, width: int) -> None:
+    """Raise an error about a mask that pycocotools, which trusts what it is given, could not draw into an image of this size.
+
+    That takes room for every pixel of an outline, also of one far outside the image.
+    """
+    if isinstance(segmentation, dict):
+        size, counts = segmentation["size"], segmentation["counts"]
+        if list(size) != [height, width]:
+            raise ValueError(f"a mask of {size[1]}×{size[0]} pixels in an image of {width}×{height}")
+        if isinstance(counts, str):
+            counts = _parse_counts(counts)
+        if not all(type(count) is int and count >= 0 for count in counts) or sum(counts) != height * width:
+            raise ValueError(f"the counts of a mask are not those of {width}×{height} pixels")
+        return
+    for polygon in segmentation:
+        if not max(map(abs, polygon), default=0) <= _MOST_OUTSIDE * max(height, width) or len(polygon) % 2:
+            raise ValueError(f"a polygon leaves its image of {width}×{height}, or has no y for an x")
+
+
+def _parse_counts(text: str) -> list[int]:
+    """The counts of a compressed RLE: groups of five bits, the lowest first, each from the third on as the difference to the last but
+    one."""
+    counts, value, shift = [], 0, 0
+    for character in text.encode("ascii"):
+        bits = character - 48
+        if not 0 <= bits < 64 or shift > 30:
+            raise ValueError("the counts of a mask are not compressed RLE")
+        value |= (bits & 31) << shift
+        shift += 5
+        if not bits & 32:
+            value -= (bits & 16) << (shift - 4)  # the sign
+            counts.append(value + (counts[-2] if len(counts) > 2 else 0))
+            value, shift = 0, 0
+    if shift:
+        raise ValueError("the counts of a mask are cut short")
+    return counts
+
+
 def _index_rows(content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Report) -> dict[int, Row]:
     """The rows of a list by their id. Rows without these columns, or with the id of another row, are errors and are left out."""
-    types = {"id": int, "file_name": str, "height": int | float, "width": int | float}
+    rules = {
+        "id": lambda value: type(value) is int and abs(value) < 2**63,
+        "name": lambda value: isinstance(value, str),
+        "file_name": lambda value: isinstance(value, str) and value.isprintable(),
+        "height": _is_side,
+        "width": _is_side,
+    }
     found: dict[int, Row] = {}
     malformed, twice = [], []
     for place, row in enumerate(content[key]):
-        if not isinstance(row, dict) or not all(name in row and isinstance(row[name], types.get(name, object)) for name in columns):
+        if not isinstance(row, dict) or not all(name in row and rules.get(name, _anything)(row[name]) for name in columns):
             malformed.append((file, f"{key}[{place}] is malformed, it needs {', '.join(columns)}"))
         elif row["id"] in found:
             twice.append((file, f"{key}[{place}] has id {row['id']}, as another one has"))

@@ -7,6 +7,7 @@ and the batch number, which the training loop knows anyway.
 import atexit
 import contextlib
 import dataclasses
+import functools
 import random
 import signal
 import threading
@@ -20,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..core.errors import RunError, UserError
+from . import pixels
 
 Keys = list[tuple[int, int]]
 
@@ -165,7 +167,7 @@ class _Loader:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.device(device).type == "cuda",
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=functools.partial(_start_worker, pixels.max_pixels),
             # DataLoader draws a number for each iterator, by default from the global generator
             generator=torch.Generator(),
         )
@@ -254,8 +256,10 @@ def _end_workers(iterator: Any) -> None:
             worker.join()
 
 
-def _ignore_signals(worker_id: int) -> None:
-    """A signal to the whole process group must not end the workers before the main process has saved its state."""
+def _start_worker(max_pixels: int, worker_id: int) -> None:
+    """Take over the limit of pixels, and ignore signals: one to the whole process group must not end the workers before the main
+    process has saved its state."""
+    pixels.limit_pixels(max_pixels)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 

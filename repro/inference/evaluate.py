@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..core.errors import RunError, UserError
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
-from ..core.ui import Progress
+from ..core.ui import Progress, print_error
 from ..data.cells import DataCell, open_cell
 from ..data.kinds import IMAGENET_1K
 from ..data.tree import Tree
@@ -46,9 +45,9 @@ def evaluate(
     accuracy that the paper prints for a model, which is shown beside a full score.
 
     Raises:
-        UserError: nothing to evaluate, or weights, model, classes, image size, limit and data that do not belong together.
-        RunError: weights that cannot be fetched, logits that are not finite, or a GPU with too little memory; with several models,
-            after the last one.
+        UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together, or logits that
+            are not finite.
+        RunError: weights that cannot be fetched, or a GPU with too little memory; with several models, after the last one.
     """
     request.check()
     cell = open_cell(paths, runtime, data)
@@ -70,7 +69,7 @@ def evaluate(
             if len(subjects) == 1:
                 raise
             failed.append(checkpoint.name)
-            print(f"repro: {error}", file=sys.stderr, flush=True)
+            print_error(error)
     if failed:
         raise RunError(f"evaluate: {len(failed)} of {len(subjects)} models were not evaluated: {', '.join(failed)}")
 
@@ -142,7 +141,8 @@ class _Evaluation:
                 self.tree, batch_size=request.batch_size, workers=self.runtime.workers, dtype=request.dtype, progress=progress
             )
         if not math.isfinite(scores["held_out_loss"]):
-            raise RunError(f"{classifier.name} at {size}: logits are not finite in {request.dtype}; use --dtype fp32 or bf16")
+            advice = "use --dtype fp32 or bf16" if request.dtype == "fp16" else "its training went wrong"
+            raise UserError(f"{checkpoint.where} at {size}: logits are not finite in {request.dtype}; {advice}")
         metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "split": split}
         metrics |= {**checkpoint.facts, "weights_hash": checkpoint.hash, "image_size": size, "train_image_size": checkpoint.image_size}
         if request.limit is not None:

@@ -1,7 +1,6 @@
 """What a trained classifier looks at and what its inner learner does: the work of `repro explain`, shared with `repro visualize`."""
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,9 +94,4 @@ def _draw_inner_map(classifier: Classifier, images: Tensor, inputs: Tensor, map:
 
 def _read_picture(classifier: Classifier, path: Path) -> Tensor:
     """A picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
-    seen = torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path))))
-    with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # warns of large pictures, which were read already
-        frames = getattr(image, "n_frames", 1)
-    if frames > 1:
-        print(f"{path}: an animation of {frames} frames; the first one is shown")
-    return seen
+    return torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path))))

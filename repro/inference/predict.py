@@ -12,15 +12,15 @@ from ..core.errors import UserError
 from ..core.paths import find_root
 from ..core.record import atomic, write_json
 from ..core.runtime import choose_device, load_runtime
-from ..core.ui import print_table
-from ..data.pixels import read_pixels
+from ..core.ui import print_error, print_table
+from ..data.pixels import limit_pixels, read_pixels
 from ..data.tree import EXTENSIONS
 from ..models.checkpoints import open_weights
 from ..models.weights import is_foreign
 from ..tasks import load_tasks
 from ..tasks.spec import Predictor
 
-MOST_OBLONG = 50  # sides of a picture; scaled for detection or segmentation, the short one of others vanishes, or the long one explodes
+MOST_OBLONG = 50  # sides of a picture; when the short one of others is scaled to the size of the training, the long one explodes
 
 
 def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
@@ -37,7 +37,9 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
         UserError: weights of another task, or two pictures that would be drawn to one file, before anything is written; pictures
             that cannot be read, after the others.
     """
-    device = choose_device(load_runtime(find_root()).device)
+    runtime = load_runtime(find_root())
+    limit_pixels(runtime.max_pixels)
+    device = choose_device(runtime.device)
     if is_foreign(weights):
         raise UserError(f"{weights}: not a weights file of this project, which would name its model and its classes")
     checkpoint = open_weights(weights)
@@ -69,7 +71,8 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
         where = f"drawn in {output}" if predictor.draws else f"in {target}"
         print(f"{len(found)} picture{'s' if len(found) > 1 else ''} {where}")
     if len(unread) > 1:
-        print("\n".join(f"repro: {error}" for error in unread), file=sys.stderr)
+        for error in unread:
+            print_error(error)
         raise UserError(f"predict: {len(unread)} of {len(files)} pictures could not be read")
     if unread:
         raise unread[0]
@@ -105,7 +108,7 @@ def _read(files: list[Path], predictor: Predictor, unread: list[UserError]) -> I
             unread.append(error)
             continue
         height, width = pixels.shape[:2]
-        if predictor.draws and max(height, width) > MOST_OBLONG * min(height, width):
+        if max(height, width) > MOST_OBLONG * min(height, width):
             unread.append(UserError(f"{path}: {width}x{height} pixels; a side may be {MOST_OBLONG} times the other; crop it"))
             continue
         yield path, predictor.prepare(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())

@@ -15,6 +15,8 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..core.errors import UserError
+
 Grid = tuple[int, int]
 
 
@@ -272,12 +274,26 @@ def default_cfg(input_size: int) -> dict[str, Any]:
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept."""
-    renamed = {}
-    for key, value in state_dict.items():
+    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept. Raises as `rename_keys`."""
+
+    def rename(key: str) -> str:
         old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
-        renamed[prefixes.get(old, "") + key.removeprefix(old)] = value
-    return renamed
+        return prefixes.get(old, "") + key.removeprefix(old)
+
+    return rename_keys(state_dict, rename)
+
+
+def rename_keys(state_dict: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """A state dict under other keys.
+
+    Raises:
+        UserError: two keys that become one, of which one tensor would be lost.
+    """
+    sources: dict[str, str] = {}
+    for key in state_dict:
+        if (other := sources.setdefault(rename(key), key)) != key:
+            raise UserError(f"both {other} and {key} are one tensor here, {rename(key)}; remove the wrong one")
+    return {new: state_dict[old] for new, old in sources.items()}
 
 
 def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ reads the tensors. `initialise` fills a freshly built classifier, for fine-tunin
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.errors import UserError
 from ..core.hashing import hash_file
-from .published import Published, build_published, find_published, is_from_timm
+from .published import PLACES, Published, build_published, find_published, is_from_timm
 from .reading import Reading
 from .registry import build_model, family_module
 from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
@@ -209,7 +209,7 @@ def _open_official(path: Path, model: str) -> Checkpoint:
 
 def _open_timm_file(path: Path, model: str) -> Checkpoint:
     published = find_published(model, required=False)
-    state, names = read_official(path), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
+    state, names = read_official(path, PLACES), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
     heads = [state[f"{name}.weight"] for name in names if f"{name}.weight" in state]
     return TimmWeights(
         name=model,
@@ -260,10 +260,20 @@ def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
-def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+def has_classes(checkpoint: Checkpoint, classes: Sequence[str]) -> bool:
+    """Whether the outputs of a checkpoint's head stand for these classes, in this order; by number alone where it names none.
+
+    Names that only count, 0, 1, ..., are none: files made of published weights have them.
+    """
+    counted = tuple(map(str, range(len(classes))))
+    return checkpoint.num_classes == len(classes) and checkpoint.classes in (None, counted, tuple(classes))
+
+
+def initialise(model: nn.Module, checkpoint: Checkpoint, classes: Sequence[str] | None = None) -> dict[str, str]:
     """Fill a freshly built classifier with the weights of a checkpoint, strictly, to fine-tune it.
 
-    The head stays as it is where the number of classes differs, and position embeddings are resampled where the image size differs.
+    The head stays as it is where the classes differ, see `has_classes` (None compares their number), and position embeddings are
+    resampled where the image size differs.
 
     Returns:
         A line for every key of both: `used`; `expected: new` for the head of the model, if its classes differ; `expected: not needed`
@@ -280,7 +290,7 @@ def initialise(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
         state = adapt_to_size(model, state, checkpoint.preprocessing["input_size"][-2:])
     except ValueError as error:
         raise UserError(f"{checkpoint.where}: {error}") from None
-    changed = checkpoint.num_classes != model.num_classes
+    changed = checkpoint.num_classes != model.num_classes or not (classes is None or has_classes(checkpoint, classes))
     heads = tuple(f"{head}." for head in classifier_names(model.pretrained_cfg)) if changed else ()
 
     def of_the_head(key: str) -> bool:

@@ -21,7 +21,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from .backbone import Grid, OperatorModel
+from .backbone import Grid, OperatorModel, rename_keys
 from .inner import InnerLoop
 from .registry import register_denoisers
 from .t5 import Mixer
@@ -255,11 +255,14 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         UserError: a table of positions that is not the one that is computed here.
     """
-    renamed = {}
-    for key, value in _join_scales(official_t5(state_dict) if any(".attn.q_conv2d." in key for key in state_dict) else state_dict).items():
+
+    def rename(key: str) -> str:
         for theirs, ours in _OFFICIAL.items():
             key = key.replace(theirs, ours)
-        renamed[key] = value
+        return key
+
+    is_t5 = any(".attn.q_conv2d." in key for key in state_dict)
+    renamed = rename_keys(_join_scales(official_t5(state_dict) if is_t5 else state_dict), rename)
     if (table := renamed.pop("pos_embed", None)) is not None:
         side = math.isqrt(table.shape[1])
         fixed = embed_positions((side, side), table.shape[2])
@@ -278,6 +281,8 @@ def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         both = [state_dict.get(f"{stem}qk_{name}_ttt") for name in ("scale", "offset")]
         if both[1] is None:
             raise UserError(f"{key} has no qk_offset_ttt beside it")
+        if f"{stem}affine" in joined:
+            raise UserError(f"both {key} and {stem}affine are one tensor here; remove the wrong one")
         joined[f"{stem}affine"] = torch.stack([each[0, 0] for each in both], dim=-1).transpose(0, 1).contiguous()
     return joined
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan
 
-from .backbone import Grid, init_linear, register_sizes
+from .backbone import Grid, init_linear, register_sizes, rename_keys
 from .hierarchy import Hierarchy, Stage
 from .vim import at_least_fp32
 
@@ -265,10 +265,12 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     BatchNorm has seen, it is 0, which changes nothing but the averages of a further training without momentum.
     """
     encoder = {key.removeprefix("encoder."): value for key, value in state_dict.items() if key.startswith("encoder.")}
-    found = {}
-    for key, value in (encoder or state_dict).items():
+
+    def rename(key: str) -> str:
         pattern = next((pattern for pattern in _RENAMED if re.match(pattern, key)), "^")
-        found[re.sub(pattern, _RENAMED.get(pattern, ""), key)] = value
+        return re.sub(pattern, _RENAMED.get(pattern, ""), key)
+
+    found = rename_keys(encoder or state_dict, rename)
     counters = {key.removesuffix("running_mean") + "num_batches_tracked" for key in found if key.endswith(".running_mean")}
     return found | {key: torch.tensor(0) for key in sorted(counters) if key not in found}
 

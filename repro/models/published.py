@@ -15,9 +15,12 @@ from torch import nn
 
 from ..core.errors import RunError, UserError
 from .registry import build_model, family_module, require_known
+from .weights import read_official, require_sound
 
 # tags of the architecture's own authors, for weights that were trained on ImageNet-1K alone; they are preferred to timm's
 _AUTHORS = ("fb_in1k", "ms_in1k", "pycls_in1k")
+# where a file of timm's may hold its state dict, in timm's order: the moving average counts
+PLACES = ("state_dict_ema", "model_ema", "state_dict", "model")
 # parts of timm's tags that mean more than labelled ImageNet-1K: fine-tuned, linear probe, weak or noisy labels, a teacher
 _MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "distilled"])
 
@@ -91,14 +94,17 @@ def build_published(published: Published, *, file: Path | None = None, **options
     file, its own `num_classes`.
 
     Raises:
-        UserError: a model that cannot be built with these options, or a file that does not fit it.
+        UserError: a model that cannot be built with these options, a file that cannot be read or does not fit it, or weights that are
+            not finite.
         RunError: the weights cannot be fetched.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     overlay: dict[str, Any] = {"num_classes": options["num_classes"]} if "num_classes" in options else {}
+    state = read_official(file, PLACES) if file else {}
+    integers = [key for key, value in state.items() if not value.is_floating_point()]
     if file:
-        overlay |= {"file": str(file), "custom_load": False}
+        overlay |= {"state_dict": state, "custom_load": False}
     hub = published.preprocessing.get("hf_hub_id") and not (file or published.preprocessing.get("file"))
     with _only_cache_if_offline() if hub else contextlib.nullcontext() as problem:
         try:
@@ -111,6 +117,12 @@ def build_published(published: Published, *, file: Path | None = None, **options
         except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:  # damaged, or with other keys
             why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
             raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
+    model.pretrained_cfg.pop("state_dict", None)
+    # timm may have renamed them, but not their last part, e.g. num_batches_tracked
+    known = {name.rpartition(".")[2] for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    if wrong := next((key for key in integers if key.rpartition(".")[2] not in known), None):
+        raise UserError(f"{file}: {wrong} has integers, expected a floating dtype")
+    require_sound(model.state_dict(), file or published.full_name)
     model.built_from = published.model, options
     return model
 

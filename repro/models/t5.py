@@ -17,7 +17,7 @@ from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
 from ..core.errors import did_you_mean
-from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefixes, resample_positions
+from .backbone import Backbone, Grid, init_linear, register_sizes, rename_keys, rename_prefixes, resample_positions
 from .inner import InnerLoop, full_precision, learn
 from .neighbours import attend_to_neighbours
 from .study import SoftmaxMixer
@@ -306,7 +306,7 @@ class T5(Backbone):
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the official release under our names; its inner weights have a first axis of one image, which ours do not."""
     renamed = rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
-    renamed = {key.replace(".q_conv2d.", ".dwc_q.").replace(".k_conv2d.", ".dwc_k."): value for key, value in renamed.items()}
+    renamed = rename_keys(renamed, lambda key: key.replace(".q_conv2d.", ".dwc_q.").replace(".k_conv2d.", ".dwc_k."))
     return {key: value[0] if value.ndim == 4 and value.shape[0] == 1 and ".attn.w" in key else value for key, value in renamed.items()}
 
 

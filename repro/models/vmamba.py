@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan_routes
 
-from .backbone import Grid, init_linear, register_sizes
+from .backbone import Grid, init_linear, register_sizes, rename_keys
 from .hierarchy import Hierarchy, Stage
 from .vim import STEP_SIZES, at_least_fp32
 
@@ -250,12 +250,16 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Weights of linear layers are (out, in), also where the file has them as 1x1 convolutions, (out, in, 1, 1).
     """
-    found = {}
-    for key, value in state_dict.items():
+
+    def rename(key: str) -> str:
         pattern = next((pattern for pattern in _RENAMED if re.match(pattern, key)), "^")
-        is_conv = _LINEAR.search(key) and value.shape[2:] == (1, 1)
-        found[re.sub(pattern, _RENAMED.get(pattern, ""), key)] = value[..., 0, 0] if is_conv else value
-    return found
+        return re.sub(pattern, _RENAMED.get(pattern, ""), key)
+
+    def is_conv(key: str, value: Tensor) -> bool:
+        return _LINEAR.search(key) is not None and value.shape[2:] == (1, 1)
+
+    found = rename_keys(state_dict, rename)
+    return {key: value[..., 0, 0] if is_conv(key, value) else value for key, value in found.items()}
 
 
 _SMALL = {"widths": (96, 192, 384, 768)}

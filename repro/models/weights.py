@@ -12,6 +12,7 @@ import json
 import pickle
 import re
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.errors import UserError
+from ..core.hashing import require_hash, require_intact_zip
 from ..core.record import atomic
-from .backbone import resample_positions
+from .backbone import rename_keys, resample_positions
 from .reading import UNNAMED_READING, Reading
 
 State = Mapping[str, Tensor]
@@ -33,6 +35,10 @@ METADATA_KEY = "vision_ttt_repro"  # the only metadata key: safetensors would wr
 # what the metadata have, and what they may have beside it; an unknown key is a damaged one, or of a later version
 _NEEDED, _FURTHER = {"model", "options", "preprocessing", "classes"}, {"checksum", "reading", "task"}
 _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)  # in the header, where the metadata are JSON in a string of JSON
+# what a tensor of weights may be; whether an integer is one in the model, too, is compared when it is loaded
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
+_DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
+_NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})\.")  # torch.hub's names of files carry the first digits of their SHA-256
 # settings that training code saves beside the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin and ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
@@ -115,37 +121,61 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file; raises the errors of `read_metadata` for unreadable files.
+    """The tensors of a .safetensors file; a file of this project from before there were checksums is read with a line on stderr.
 
-    A file of this project from before there were checksums is read, with a line on stderr.
+    Raises the errors of `read_metadata` for unreadable files, and those of `require_sound`.
     """
     with _open(path) as stream:
         if '"checksum"' not in (stream.metadata() or {}).get(METADATA_KEY, '"checksum"'):
             print(f"repro: {path}: has no checksum, so damage would not be noticed; run its stage again", file=sys.stderr, flush=True)
-        return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
+        state = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
+    require_sound(state, path)
+    return state
+
+
+def require_sound(state: State, where: Path | str) -> None:
+    """Refuse tensors that no training leaves; `where` begins the error.
+
+    Raises:
+        UserError: a dtype other than fp16, bf16, fp32, fp64 and integers, or values that are not finite.
+    """
+    for key, value in state.items():
+        if value.dtype not in _DTYPES or value.layout is not torch.strided or value.is_meta:
+            what = str(value.dtype).removeprefix("torch.")
+            raise UserError(f"{where}: {key} is {what} ({value.layout}, {value.device}), expected fp16, bf16, fp32, fp64 or integers")
+        if not value.isfinite().all():
+            many = int((~value.isfinite()).sum())
+            raise UserError(f"{where}: {key} has {many} values that are not finite: the file is damaged, or its training diverged")
 
 
 def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -> dict[str, Tensor]:
     """The state dict in an official file, under the names of its authors' model.
 
     The file may hold the state dict itself, or hold it in the first of these `places` beside an optimiser or settings, which are
-    ignored. The prefixes `module.` (DataParallel) and `backbone.` (mmcls) are removed, and mmcls' `head.fc.` becomes `head.`.
+    ignored. The prefixes `module.` (DataParallel), `_orig_mod.` (torch.compile) and `backbone.` (mmcls) are removed, and mmcls'
+    `head.fc.` becomes `head.`. A name that ends in a hash, as torch.hub's do, must be that of the content.
 
     Raises:
-        UserError: a file that does not exist, cannot be read, holds Python objects other than data, or holds no state dict.
+        UserError: a file that does not exist, cannot be read, has another hash than its name says, holds Python objects other than
+            data, or holds no state dict, or two tensors under one name; and as `require_sound`.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such weights file")
+    if stated := _NAMED_HASH.search(path.name):
+        require_hash(path, stated[1], " as its name says; get it again, or rename it if these digits are no hash")
     content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
-    if not isinstance(content, Mapping) or not content or not all(isinstance(value, Tensor) for value in content.values()):
+    named = isinstance(content, Mapping) and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items())
+    if not named or not content:
         raise UserError(f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}")
-    state = {name.removeprefix("module."): value for name, value in content.items()}
-    if any(name.startswith("backbone.") for name in state):
-        state = {re.sub(r"^head\.fc\.", "head.", name.removeprefix("backbone.")): value for name, value in state.items()}
-    if len(state) < len(content):
-        raise UserError(f"{path}: holds the weights of two models, under names that differ only by a prefix; save one of them alone")
+    try:
+        state = rename_keys(content, lambda name: name.removeprefix("module.").removeprefix("_orig_mod."))
+        if any(name.startswith("backbone.") for name in state):
+            state = rename_keys(state, lambda name: re.sub(r"^head\.fc\.", "head.", name.removeprefix("backbone.")))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    require_sound(state, path)
     return state
 
 
@@ -171,7 +201,7 @@ def load_state(
     not_needed: Callable[[str], bool] = lambda key: False,
     new: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, str]:
-    """Fill a model strictly: every key is used, none is missing, and every shape is equal.
+    """Fill a model strictly: every key is used, none is missing, every shape is equal, and integers stand where the model has some.
 
     Args:
         model, state: have the same names.
@@ -195,11 +225,26 @@ def load_state(
         for key in filled
         if key in used and used[key].shape != filled[key].shape
     ]
+    problems += [
+        f"{key} is {str(used[key].dtype).removeprefix('torch.')}, expected {str(filled[key].dtype).removeprefix('torch.')}"
+        for key in filled
+        if key in used and used[key].is_floating_point() != filled[key].is_floating_point()
+    ]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"{error}: {'; '.join(problems[:3])}{more}")
     model.load_state_dict(own | used)
     return {key: "used" if key in used else "expected: not needed" for key in state}
+
+
+def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
+    """Let a model, whose outputs are tensors, refuse those that are not finite: with a UserError that names its weights, `where`."""
+
+    def check(module: nn.Module, inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
+        if not all(each.isfinite().all() for each in ([output] if isinstance(output, Tensor) else output)):
+            raise UserError(f"{where}: gives scores that are not finite; the weights are of a training that went wrong")
+
+    model.register_forward_hook(check)
 
 
 def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
@@ -233,9 +278,10 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
 
 
 def _read_checkpoint(path: Path) -> Any:
-    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`."""
+    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`; raises UserError."""
     try:
-        with torch.serialization.safe_globals(_SETTINGS):
+        require_intact_zip(path)
+        with torch.serialization.safe_globals(_SETTINGS), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))

@@ -10,7 +10,7 @@ from ..core.config import load_section, section_keys
 from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
-from ..data.cells import manifest_path
+from ..data.cells import manifest_path, suggest_data
 from ..data.kinds import PrepareData
 from ..data.manifest import read_manifest
 from ..tasks.classification.params import ClassifierParams
@@ -132,7 +132,7 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
         raise UserError(f"{paths.params}: {grid.section}: has no cell with a {grid.model}, whose recipe the variants need; add one")
     data = data or ours[0].data
     if data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{did_you_mean(data, known)}")
+        raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}")
     recipe = next((params for params in ours if params.data == data), None)
     if recipe is None:
         unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None}

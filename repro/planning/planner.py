@@ -13,7 +13,7 @@ from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
 from ..core.record import read_json
 from ..core.runtime import cpu_name
-from ..data.cells import manifest_path
+from ..data.cells import manifest_path, suggest_data
 from ..data.manifest import Manifest, read_manifest
 from ..papers import load_papers, load_primary
 from ..report.answer import PIPELINE_FILE
@@ -191,7 +191,7 @@ class Planner:
     def find_data(self, cell: str, name: str) -> TrainingData:
         """The data set that a cell trains on: counts from its manifest or, before that is written, the expected ones; or a UserError."""
         if name not in self.data:
-            raise UserError(f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{did_you_mean(name, self.data)}")
+            raise UserError(f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{suggest_data(self.paths, name, self.data)}")
         manifest, expected = self.find_manifest(name), self.data[name].expected
         if manifest is None:
             return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)

@@ -97,12 +97,14 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
     Raises:
         UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.
     """
+    from timm.models import is_model_pretrained
+
     from ..models.checkpoints import open_weights
     from ..models.registry import family_module
     from ..models.weights import is_foreign
 
-    file = Path(source)
-    if file.suffix or file.exists() or model is not None:
+    file, tagged = Path(source), "." in source and is_model_pretrained(source)
+    if model is not None or file.exists() or (file.suffix and not tagged):
         if not file.is_file():
             raise UserError(f"linearize: --from {source}: no such file")
         return file.resolve(), model if is_foreign(file) else None

@@ -5,6 +5,8 @@ every layer's output and every parameter's gradient, and what the task adds, lik
 """
 
 import math
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import Diverged, UserError
+from ..core.hashing import require_intact_zip
 from ..core.record import atomic
 from .checkpoint import set_rng_state
 
@@ -73,14 +76,17 @@ def load_dump(path: Path) -> dict[str, Any]:
     """Read what `dump_bad_step` wrote.
 
     Raises:
-        UserError: no such file, or not a dump.
+        UserError: no such file, a damaged one, or not a dump.
     """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
     try:
-        dump = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # unpickling a damaged file may raise anything
-        raise UserError(f"{path}: not a dump of a bad step: {' '.join(str(error).split())[:200]}") from None
+        require_intact_zip(path)
+        with warnings.catch_warnings(action="ignore"):  # about pickles that PyTorch did not write
+            dump = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling a damaged file may raise anything; PyTorch's advice for other objects is to trust them
+        why = "no pickle of plain data" if isinstance(error, pickle.UnpicklingError) else " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a dump of a bad step: {why}") from None
     if not isinstance(dump, dict) or not dump.keys() >= _KEYS:
         raise UserError(f"{path}: not a dump of a bad step")
     return dump

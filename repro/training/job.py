@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.config import params_hash
 from ..core.errors import UserError
-from ..core.hashing import hash_file, hash_files
+from ..core.hashing import hash_file, hash_files, require_hash
 from ..core.paths import Paths
 from ..core.ranks import Ranks
 from ..core.record import read_json, read_record, require_writable, write_json, write_text
@@ -255,8 +255,7 @@ def verify_init(cell: Cell) -> None:
     stated = init.sha256 or (read_record(record)["metrics"].get("weights_hash") if record.is_file() else None)
     if stated is None:
         raise UserError(f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}")
-    if not found.startswith(stated.lower()):
-        raise UserError(f"{where}.weights: {path}: has SHA-256 {found[:16]}..., expected {stated}; get the right file")
+    require_hash(path, stated, named=f"{where}.weights: {path}")
 
 
 def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """Decoding against OpenCV, which the libraries of the published recipes use."""
 
+import io
+
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from repro.core.errors import UserError
-from repro.data.pixels import read_labels, read_pixels
+from repro.data import pixels
+from repro.data.classification import read_rgb
+from repro.data.pixels import UNREADABLE, read_labels, read_pixels
+from repro.data.tree import Source
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(256, size=(5, 7), dtype=np.uint8)
@@ -52,13 +57,49 @@ def test_cmyk_becomes_rgb(tmp_path):
     assert np.abs(read_pixels(tmp_path / "image.jpg").mean(axis=(0, 1)) - (200, 60, 20)).max() < 4
 
 
-@pytest.mark.parametrize(("image", "name"), [(Image.new("F", (4, 4)), "image.tiff"), (Image.new("I", (4, 4)), "image.tiff")])
-def test_values_without_a_range_are_refused(tmp_path, image, name):
-    image.save(tmp_path / name)
-    with pytest.raises(
-        UserError, match=rf"{name}: unreadable image \(mode {image.mode} has no known range of values, 8 or 16 bits expected\)"
-    ):
-        read_pixels(tmp_path / name)
+@pytest.mark.parametrize("content", ["TIFF", "GIF", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"])
+def test_no_other_decoder_sees_a_file(tmp_path, monkeypatch, content):
+    path = tmp_path / "image.jpg"
+    Image.new("L", (4, 4)).save(path, content) if isinstance(content, str) else path.write_bytes(content)
+    with pytest.raises(UserError, match=r"image\.jpg: unreadable image \(not in any image format"):
+        read_pixels(path)
+
+
+def test_a_large_image_is_refused_by_its_header(tmp_path, monkeypatch):
+    path = tmp_path / "image.png"
+    Image.new("1", (13000, 13000)).save(path)  # 20 kB
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("was decoded"))
+    with pytest.raises(UserError, match="13000×13000 .*runtime.max_pixels.* 80,000,000"):
+        read_pixels(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_the_first_frame_of_an_animation_is_read_and_said_once(tmp_path, monkeypatch, caplog, suffix):
+    monkeypatch.setattr(pixels, "_animated", [])
+    frames = [Image.new("RGB", (8, 8), (value,) * 3) for value in (10, 200)]
+    for name in ("one", "two"):
+        frames[0].save(tmp_path / f"{name}.{suffix}", save_all=True, append_images=frames[1:], lossless=True)
+        assert (read_pixels(tmp_path / f"{name}.{suffix}") == 10).all()
+    assert caplog.text.count("animation") == 1 and f"one.{suffix}" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp"])
+def test_flipped_bytes_are_read_or_are_one_line(tmp_path, suffix):
+    rng, path, other = np.random.default_rng(0), tmp_path / f"image.{suffix}", io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(COLOUR).save(other, {"jpg": "JPEG"}.get(suffix, suffix), exif=exif)
+    for _ in range(150):
+        content = np.frombuffer(other.getvalue(), dtype=np.uint8).copy()
+        content[rng.integers(len(content), size=2)] = rng.integers(256, size=2)
+        path.write_bytes(content.tobytes())
+        for read in (read_pixels, read_labels, lambda file: read_rgb(Source(str(file)))):
+            try:
+                read(path)
+            except UserError as error:
+                assert str(path) in str(error) and "\n" not in str(error)
+            except UNREADABLE as error:
+                assert read not in (read_pixels, read_labels) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "text", "cut"])

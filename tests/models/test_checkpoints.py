@@ -93,6 +93,23 @@ def test_published_weights_and_files_of_timms_layout(monkeypatch, tmp_path):
             assert found.build(64)(torch.randn(1, 3, 64, 64)).shape == (1, 5)  # its position embedding is resampled
 
 
+@pytest.mark.parametrize(("key", "value"), [("cls_token", 0), ("norm.bias", float("nan"))])
+def test_a_timm_file_with_integers_or_nan_is_refused(tmp_path, key, value):
+    model = timm.create_model(DEIT, num_classes=5, depth=1)
+    planted = torch.full_like(model.state_dict()[key], value, dtype=torch.int64 if value == 0 else None)
+    torch.save({"model": model.state_dict() | {key: planted}}, tmp_path / "deit.pth")
+    with pytest.raises(UserError, match=f"deit.pth: {key} has"):
+        open_weights(tmp_path / "deit.pth", model=DEIT).read_state({"depth": 1})
+
+
+def test_the_moving_average_of_a_timm_file_counts_and_its_counters_are_integers(tmp_path):
+    model = timm.create_model("resnet18", num_classes=5)
+    other = {key: x + 1 for key, x in model.state_dict().items()}
+    torch.save({"state_dict": model.state_dict(), "state_dict_ema": {f"module.{key}": x for key, x in other.items()}}, tmp_path / "r.pth")
+    built = open_weights(tmp_path / "r.pth", model="resnet18").build()
+    assert all(torch.equal(x, other[key]) for key, x in built.state_dict().items()) and "state_dict" not in built.pretrained_cfg
+
+
 def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("convnext_xlarge", depths=(1, 1, 1, 1), dims=(4, 8, 8, 8), num_classes=3)
@@ -185,6 +202,28 @@ def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, o
     image = torch.randn(2, 3, side, side)
     with torch.no_grad():
         assert torch.equal(model(image), source(image))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reused"),
+    [
+        (["cat", "dog", "cow"], ["cat", "dog", "cow"], True),
+        (["cat", "dog", "cow"], ["dog", "cat", "cow"], False),
+        (["cat", "dog", "cow"], ["cat", "dog", "owl"], False),
+        (["0", "1", "2"], ["cat", "dog", "cow"], True),
+        (["0", "2", "1"], ["cat", "dog", "cow"], False),
+    ],
+)
+def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs, ours, reused):
+    torch.manual_seed(1)
+    source = build_model(NANO, num_classes=3, depth=1)
+    described = {"options": {"num_classes": 3, "depth": 1}, "preprocessing": PREPROCESSING, "classes": theirs}
+    save_weights(tmp_path / "w.safetensors", source, name=NANO, **described)
+    model = build_model(NANO, num_classes=3, depth=1)
+    before = model.head.weight.clone()
+    report = initialise(model, open_weights(tmp_path / "w.safetensors"), ours)
+    assert torch.equal(model.head.weight, source.head.weight if reused else before)
+    assert report["head.weight"] == ("used" if reused else "expected: new") and report["norm.weight"] == "used"
 
 
 @pytest.mark.parametrize(("family", "options"), [("vittt", {}), ("vrwkv", {}), ("vim", {}), ("vittt", {"pool": "mid"})])

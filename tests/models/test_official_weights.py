@@ -125,7 +125,7 @@ def test_a_family_without_official_weights():
         ([torch.zeros(1)], "holds no state dict"),
         ({}, "holds no state dict"),
         ({"model": {"lr": 0.1}}, "holds no state dict"),
-        ({"backbone.x": torch.zeros(1), "x": torch.zeros(1)}, "the weights of two models, under names that differ only by a prefix"),
+        ({"backbone.x": torch.zeros(1), "x": torch.zeros(1)}, "both backbone.x and x"),
         ({"model": {}, "folder": Path("x")}, r"holds objects of pathlib\.\S+, which are never loaded from a file"),
     ],
 )

@@ -1,5 +1,6 @@
 """This project's weights files: what goes in comes out, and a wrong file is one line."""
 
+import hashlib
 import json
 
 import pytest
@@ -10,8 +11,18 @@ from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
+from repro.core.hashing import require_hash
 from repro.models.checkpoints import open_weights
-from repro.models.weights import METADATA_KEY, is_foreign, read_metadata, read_state, save_weights
+from repro.models.weights import (
+    METADATA_KEY,
+    is_foreign,
+    load_state,
+    read_metadata,
+    read_official,
+    read_state,
+    save_weights,
+    translate_official,
+)
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
 PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
@@ -110,3 +121,97 @@ def test_metadata_that_are_none_are_one_line(tmp_path, metadata):
     save_file({"x": torch.zeros(1)}, tmp_path / "w.safetensors", metadata={METADATA_KEY: metadata})
     with pytest.raises(UserError, match=r"w\.safetensors: damaged"):
         read_metadata(tmp_path / "w.safetensors")
+
+
+NONFINITE = [torch.tensor([1.0, value]) for value in (float("nan"), float("inf"), float("-inf"))]
+UNKNOWN = [torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.float8_e4m3fn)]
+
+
+@pytest.mark.parametrize("kind", ["own.safetensors", "official.safetensors", "official.pth"])
+@pytest.mark.parametrize("bad", NONFINITE + UNKNOWN, ids=str)
+def test_tensors_that_no_training_leaves_are_refused(tmp_path, kind, bad):
+    path, state = tmp_path / kind, {"fine": torch.zeros(2), "planted": bad}
+    if kind == "own.safetensors":
+        save_tiny(path, state)
+    elif kind == "official.safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    with pytest.raises(UserError, match=rf"{kind}: planted (has 1 values|is (complex64|float8_e4m3fn))") as caught:
+        (read_state if kind == "own.safetensors" else read_official)(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sparse_tensor_is_refused(tmp_path):
+    torch.save({"planted": torch.eye(2).to_sparse()}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match="planted is"):
+        read_official(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_integers_stand_only_where_the_model_has_some(dtype):
+    model = torch.nn.BatchNorm1d(2)
+    state = model.state_dict()
+    load_state(model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in state.items()}, "w")
+    for key in ("weight", "num_batches_tracked"):
+        wrong = state[key].long() if key == "weight" else state[key].float()
+        with pytest.raises(UserError, match=rf"w: {key} is \w+, expected \w+"):
+            load_state(model, state | {key: wrong}, "w")
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours"),
+    [
+        ("vim", "layers.0.norm.weight", "blocks.0.norm.weight"),
+        ("vrwkv", "ln1.weight", "norm.weight"),
+        ("vit3", "patch_embed.proj.bias", "patch_embed.bias"),
+        ("t5", "blocks.0.attn.q_conv2d.weight", "blocks.0.attn.dwc_q.weight"),
+        ("hvit3", "layers.0.x", "stages.0.x"),
+        ("mambavision", "levels.0.blocks.0.x", "stages.0.blocks.0.x"),
+        ("vmamba", "layers.0.blocks.0.op.x", "stages.0.blocks.0.mixer.x"),
+        ("dit", "x_embedder.proj.bias", "patch_embed.bias"),
+    ],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_keys_that_become_one_are_refused(family, theirs, ours, swapped):
+    keys = (ours, theirs) if swapped else (theirs, ours)
+    with pytest.raises(UserError) as caught:
+        translate_official({key: torch.zeros(2) for key in keys}, f"repro.models.{family}")
+    assert theirs in str(caught.value) and ours in str(caught.value)
+
+
+def test_a_flipped_byte_of_a_tensor_in_a_zip_is_one_line(tmp_path):
+    path, values = tmp_path / "w.pth", torch.arange(1000, 1064, dtype=torch.float32)
+    torch.save({"x": values}, path)
+    content = path.read_bytes()
+    start = content.index(values.numpy().tobytes())
+    for place in range(start, start + 256, 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"w\.pth: .*checksum") as caught:
+            read_official(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_hash_in_a_files_name_is_that_of_its_content(tmp_path):
+    torch.save({"x": torch.zeros(1)}, tmp_path / "w.pth")
+    digits = hashlib.sha256((tmp_path / "w.pth").read_bytes()).hexdigest()
+    for name, right in ((f"net-{digits[:8]}.pth", True), (f"net-{digits[:8]}.pth.tar", True), (f"net-{digits[1:9]}.pth", False)):
+        (tmp_path / name).write_bytes((tmp_path / "w.pth").read_bytes())
+        if right:
+            assert read_official(tmp_path / name).keys() == {"x"}
+        else:
+            with pytest.raises(UserError, match=rf"{name}: has SHA-256 {digits[:16]}.*rename"):
+                read_official(tmp_path / name)
+
+
+def test_a_stated_hash_is_that_of_the_file(tmp_path):
+    path = tmp_path / "w.pth"
+    path.write_bytes(b"abc")
+    require_hash(path, "ba7816bf")  # FIPS 180-4, example B.1
+    require_hash(path, "BA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD")
+    require_hash(path, None)
+    for stated, message in (("ba7816bf0", "w.pth: has SHA-256"), ("ba7816b", "8 hex digits"), ("ba7816bg", "8 hex digits")):
+        with pytest.raises(UserError, match=message):
+            require_hash(path, stated)
+    with pytest.raises(UserError, match="no such file"):
+        require_hash(tmp_path / "none", "ba7816bf")

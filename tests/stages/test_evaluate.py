@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the family
+from repro.core.hashing import hash_file
 from repro.core.record import read_record
 from repro.models.published import find_published, is_only_imagenet_1k
 from repro.models.weights import save_weights
@@ -52,6 +53,13 @@ def records():
 def only(values):
     (value,) = values
     return value
+
+
+def test_a_data_set_that_is_not_here_is_suggested(weights, repro_cli):
+    code, _, err = repro_cli("evaluate", "--weights", weights, "--data", "digit")
+    assert code == 2 and "did you mean 'digits'?" in err
+    code, _, err = repro_cli("evaluate", "--weights", weights, "--data", "scenes_hard")  # the paper profile has it
+    assert code == 2 and "profiles/paper.yaml" in err and err.count("\n") == 1
 
 
 def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
@@ -348,8 +356,34 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     path = checkout / "large.safetensors"
     model = timm.create_model("vittt_nano_patch16_144", depth=1, num_classes=10)
     with torch.no_grad():
-        model.head.bias.fill_(float("inf"))
+        model.head.weight.fill_(3e38)  # sums overflow, though every weight is finite
     about = {"name": "vittt_nano_patch16_144", "options": {"depth": 1, "num_classes": 10}}
     save_weights(path, model, **about, preprocessing=PREPROCESSING, classes=classes)
     code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", "--limit", "9")
-    assert code == 1 and err.count("\n") == 1 and "logits are not finite in fp32" in err
+    assert code == 2 and err.count("\n") == 1 and "large.safetensors" in err and "not finite in fp32" in err and "--dtype" not in err
+    picture = str(next((checkout / "data/digits/test").rglob("*.png")))
+    for more in ([], ["--json", "seen.json"]):
+        code, out, err = repro_cli("predict", picture, "--weights", str(path), *more)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "large.safetensors" in err and not Path("seen.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "rest"),
+    [
+        ("evaluate", ["--data", "digits", "--limit", "9", "--weights"]),
+        ("predict", ["PICTURE", "--weights"]),
+        ("export", ["--format", "safetensors", "-o", "out", "--weights"]),
+        ("explain", ["PICTURE", "-o", "out.png", "--weights"]),
+        ("linearize", ["--from"]),
+        ("generate", ["--weights"]),
+        ("generate", ["--cell", "none", "--from"]),
+    ],
+)
+def test_another_file_than_the_stated_one_is_refused(weights, checkout, repro_cli, verb, rest):
+    picture = str(next((checkout / "data/digits/test").rglob("*.png")))
+    arguments = [picture if each == "PICTURE" else each for each in rest]
+    for stated, message in (("0" * 8, "has SHA-256"), ("0" * 7, "8 hex digits")):
+        code, out, err = repro_cli(verb, *arguments, weights, "--sha256", stated)
+        assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+    if verb in ("evaluate", "predict"):
+        assert repro_cli(verb, *arguments, weights, "--sha256", hash_file(Path(weights)))[0] == 0

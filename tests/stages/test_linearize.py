@@ -72,6 +72,21 @@ def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_c
     assert code == 0 and f"top-1 {metrics['top1_percent']:.2f} %" in out
 
 
+def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
+    from repro.core.errors import UserError
+    from repro.core.paths import Paths
+    from repro.training import from_weights
+
+    kept = []
+    monkeypatch.setattr(from_weights, "_keep", lambda checkpoint, file: kept.append((checkpoint.published.full_name, file.name)))
+    name = "vit_tiny_patch16_224.augreg_in21k"
+    file, _ = from_weights.find_weights(Paths(tmp_path), name, None)
+    assert kept == [(name, file.name)] and file.name == f"{name}.safetensors"
+    for missing in (f"{name}.pth", "vit_tiny_patch16_224.pth", "deit.safetensors"):
+        with pytest.raises(UserError, match="no such file"):
+            from_weights.find_weights(Paths(tmp_path), missing, None)
+
+
 def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cli):
     write_cell(freeze=True, epochs=1)
     assert repro_cli("linearize", "--cell", "student")[0] == 0

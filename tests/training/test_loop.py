@@ -388,6 +388,23 @@ def test_what_is_no_dump_says_so(tmp_path, content):
         load_dump(tmp_path / "dump.pt")
 
 
+def test_a_damaged_dump_and_other_objects_are_one_line(tmp_path):
+    weights, path = torch.arange(1000, 1064, dtype=torch.float32), tmp_path / "dump.pt"
+    torch.save(
+        dict.fromkeys(["step", "epoch", "number", "world_size", "accumulate", "scale", "ranks"], 1) | {"model": {"x": weights}}, path
+    )
+    assert torch.equal(load_dump(path)["model"]["x"], weights)
+    content = path.read_bytes()
+    for place in range(start := content.index(weights.numpy().tobytes()), start + 256, 31):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"dump\.pt: not a dump.*checksum"):
+            load_dump(path)
+    torch.save({"model": np.random.default_rng(0)}, path)
+    with pytest.raises(UserError, match=r"dump\.pt: not a dump") as caught:
+        load_dump(path)
+    assert "weights_only" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_accumulation_is_the_whole_batch(tmp_path):
     """Without dropout and noise: 1, 2 and 4 parts give the same gradients up to rounding, in fp64."""
 

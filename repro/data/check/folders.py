@@ -4,7 +4,6 @@ import json
 import os
 import pkgutil
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -179,9 +178,8 @@ def _check_files(
 
 def _find_damage(item: tuple[Source, bool]) -> str | None:
     """What is wrong with an image; None where it decodes as the loaders decode it."""
-    with warnings.catch_warnings(action="ignore"):  # Pillow warns about EXIF data that nobody reads here
-        try:
-            read_rgb(*item)
-        except Exception as error:  # whatever a damaged file makes Pillow raise is the finding
-            return f"unreadable image ({explain_error(error)})"
+    try:
+        read_rgb(*item)
+    except UNREADABLE as error:
+        return f"unreadable image ({explain_error(error)})"
     return None

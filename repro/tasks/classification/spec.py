@@ -39,7 +39,7 @@ class Classify(TaskSpec):
             return model, {}
         from ...models.checkpoints import initialise, open_weights
 
-        return model, initialise(model, open_weights(init, model=params.model))
+        return model, initialise(model, open_weights(init, model=params.model), classes)
 
     def build_task(self, datasets: Datasets, params: ClassifierParams, **parts: Any) -> Any:
         from .task import Classification
@@ -73,9 +73,11 @@ class Classify(TaskSpec):
 
         from ...data.classification import ToInput, eval_transform
         from ...data.settings import TransformSettings
+        from ...models.weights import require_finite_outputs
 
         model, settings = checkpoint.build().to(device), TransformSettings.from_preprocessing(checkpoint.preprocessing)
         transform, to_input = eval_transform(settings), ToInput(settings, device)
+        require_finite_outputs(model, checkpoint.where)
 
         @torch.inference_mode()
         def look(pictures: Sequence[Any]) -> list[Sight]:

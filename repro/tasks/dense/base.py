@@ -136,6 +136,7 @@ class DenseSpec(TaskSpec):
 
     def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
         from ...models.pyramid import build_pyramid
+        from ...models.weights import require_finite_outputs
 
         kinds, given = typing.get_type_hints(self.params), checkpoint.task
         parts = {part: build(kinds[part], given[part], f"{checkpoint.path}: {part}") for part in ("transform", self.head)}
@@ -143,6 +144,7 @@ class DenseSpec(TaskSpec):
         backbone = build_pyramid(checkpoint.model, options=checkpoint.options, **built)
         model = self.build_head(backbone, SimpleNamespace(**parts), len(checkpoint.classes))
         checkpoint.load_into(model)
+        require_finite_outputs(backbone, checkpoint.where)  # scores that are not finite count as nothing found
         look = functools.partial(self.look, model.eval().to(device), parts["transform"], checkpoint.classes, min_score)
         return Predictor(look=lambda pictures: [look(picture) for picture in pictures])
 

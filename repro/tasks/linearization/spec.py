@@ -1,6 +1,7 @@
 """Linearisation for the training code: a classifier whose weights begin as those of a softmax ViT. Imports nothing heavy at the top."""
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ class Linearize(Classify):
     params = LinearizeParams
 
     def build_model(self, params: LinearizeParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
-        from ...models.checkpoints import open_weights
+        from ...models.checkpoints import has_classes, open_weights
         from ...models.linearize import freeze_inherited, inherit, read_shell
         from ...models.t5 import T5
 
-        teacher = open_weights(init, model=params.teacher).require_classifier().build()
-        shell = read_shell(teacher, str(init))
+        teacher = open_weights(init, model=params.teacher).require_classifier()
+        shell = read_shell(teacher.build(), str(init))
+        if not has_classes(teacher, classes):
+            shell = dataclasses.replace(shell, num_classes=0)  # then the student's head is new
         student, _ = super().build_model(params, classes, None, where)
         if not isinstance(student, T5) or student.inner == "softmax":
             raise UserError(f"{where}.model: {params.model} has softmax attention or none; expected a t5 with another inner model")

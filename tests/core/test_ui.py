@@ -1,0 +1,45 @@
+"""What a terminal gets, whatever its encoding, and what an error looks like."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.core.ui import allow_every_terminal, print_error, print_table
+
+ROOT = Path(__file__).parents[2]
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("make", [io.TextIOWrapper, Terminal], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_table_is_printed_in_every_encoding(monkeypatch, encoding, make):
+    stream = make(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    allow_every_terminal()
+    print_table(["name", "–"], [["Ü", "12 × 3 ≤ 中\udcff"]])
+    stream.flush()
+    printed = stream.buffer.getvalue().decode(encoding)
+    assert "3 <= ?" in printed and ("U" in printed) == (encoding == "ascii")
+
+
+def test_an_error_is_one_line_that_keeps_both_ends(capsys):
+    print_error(ValueError("file.yaml:3:\n  bad\tvalue " + "x" * 10_000 + "; do this"))
+    err = capsys.readouterr().err
+    assert err.startswith("repro: file.yaml:3: bad value xxx") and err.endswith("x; do this\n")
+    assert err.count("\n") == 1 and len(err) <= 301
+
+
+@pytest.mark.parametrize("missing", ["typer", "torch", "yaml"])
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['repro', 'predict', 'x.png', '--weights', 'x']"
+    code += "; from repro.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f" {missing} " in done.stderr and "requirements.lock" in done.stderr
