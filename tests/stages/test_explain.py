@@ -172,7 +172,7 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplo
         (["text.png", "--weights", "text.png"], "text.png: "),
         (["--probe", "descent"], "explain: probe descent: no such probe; known: steps=K, ascent, q_is_k"),
         (["--probe", "ascent", "--weights", str(DEIT)], "explain: the model has no inner learner of Vision-TTT"),
-        (["--probe", "ascent", "--data", "digit"], "results/prepare_data/digit/manifest.json: no such manifest"),
+        (["--probe", "ascent", "--data", "digit"], "did you mean 'digits'"),
     ],
 )
 def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
