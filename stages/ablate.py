@@ -31,8 +31,8 @@ def command(
     speed: Annotated[bool, typer.Option(help="With --all: measure the throughput when all are trained.")] = True,
 ) -> None:
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
+    from repro.papers import describe_recipe
     from repro.papers.grid import load_grid, run_variants
-    from repro.papers.vision_ttt.recipe import describe_recipe
     from repro.training.cells import train_cells
 
     if not grid and variant is None:

@@ -40,7 +40,7 @@ def command(
     sha256: Sha256Option = None,
 ) -> None:
     """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
-    from repro.papers.linearize.recipe import describe_recipe
+    from repro.papers import describe_recipe
     from repro.training.cells import run_cells, train_cells
     from repro.training.from_weights import make_cell
 

@@ -9,6 +9,8 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from .recipe import LINEARIZE, describe
+
 
 def find_rooms() -> list[str]:
     """The modules that declare the papers."""
@@ -22,13 +24,18 @@ def load_papers() -> dict[str, Any]:
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained beside the recipe of the paper that its family is of, or else of the primary one; see `recipe.resolve`."""
+    """How a classifier is trained beside the recipe of the paper of its family, or else of the primary one.
+
+    See `repro.papers.recipe.describe`.
+    """
     family, primary = params.model.split("_")[0], load_primary().id
     # the primary paper also compares families of other papers, whose recipes are not its own
     rooms = [paper.id for paper in load_papers().values() if family in paper.families and not paper.primary] + [primary]
-    recipes = [importlib.import_module(f"{__name__}.{room}.recipe") for room in rooms]
-    fitting = (recipe for recipe in recipes if all(hasattr(params, name) for name in getattr(recipe, "NEEDS", ())))
-    return next(fitting).describe_recipe(params, facts)
+    recipes = [importlib.import_module(f"{__name__}.{room}.recipe").PRINTED for room in rooms]
+    # the recipe of a linearisation says nothing of a training from the beginning
+    asked = {name for name in LINEARIZE if hasattr(params, name)}
+    fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
+    return describe(params, facts, next(fitting))
 
 
 def load_primary() -> Any:

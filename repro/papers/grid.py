@@ -18,7 +18,7 @@ from ..tasks.classification.spec import SPEC
 from ..tasks.spec import TaskSpec
 from ..training.grid import Variant, train_grid, train_one
 from ..training.job import Cell
-from . import find_rooms
+from . import describe_recipe, find_rooms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,6 @@ class Grid:
         variants: name -> the options of the model that it changes.
         family: of the models whose recipe they share: that of the first one in `section`; None for `recipe` alone.
         model: what the model without changes is called.
-        describe: how the recipe is described, see `repro.training.cells.train_cells`.
         recipe: the recipe where `section` has no model of the family; None where it must have one.
         folder: where the results go, below results/measured/<device>/.
         flags: of the command line, with which the stage trains these variants.
@@ -44,7 +43,6 @@ class Grid:
     variants: Mapping[str, Mapping[str, Any]]
     family: str | None
     model: str
-    describe: Callable
     recipe: ClassifierParams | None = None
     folder: str
     flags: tuple[str, ...] = ()
@@ -105,7 +103,7 @@ def build_variant(grid: Grid, name: str, paths: Paths, *, data: str | None, seed
     params = vary_recipe(grid, name, paths, data=data, seeds=tuple(range(seeds)), epochs=epochs)
     runtime = load_runtime(paths)
     folder = paths.measured(device_slug(choose_device(runtime.device))) / grid.folder / params.data / name
-    shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": grid.describe}
+    shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": describe_recipe}
     places = [*grid.folder.split("/")[1:], params.data, name]  # two rooms may have variants of one name
     cell = Cell(stage=grid.stage, name="_".join(places), params=params, spec=grid.spec, **shared)
     changes = ", ".join(f"{key} {value}" for key, value in grid.variants[name].items()) or f"{grid.model} itself"

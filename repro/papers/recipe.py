@@ -1,18 +1,56 @@
-"""What a classifier's training comes to, with nothing left to compute, and the lines that say so; the rooms compare it with their papers."""
+"""What a classifier's training comes to, with nothing left to compute; where it departs from a paper's recipe; and lines that say it."""
 
+import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 NO_DEPARTURE = "the recipe is the paper's (where it is silent: Swin's defaults)"
-# choices of this project, for `resolve`
+TRAIN_IMAGES = 1_281_167  # of ImageNet-1K
+EXEMPT = "1-D parameters, biases, and what the model's no_weight_decay() names"
+RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
+LINEARIZE = ("freeze", "new_lr_factor", "decay_all")  # settings of a linearisation alone
+PAPER = "the paper has {}"  # a source, see `Printed`
+# choices of this project -> the values with which one is made
 NO_REPEATS = "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not"
 BF16 = "bf16 autocast: Swin's default is fp16 autocast"
+CHOICES: dict[str, dict[str, Any]] = {NO_REPEATS: {}, BF16: {"precision": "bf16"}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Printed:
+    """The recipe of a paper, on ImageNet-1K. A room declares its own as `PRINTED` in its module `recipe`.
+
+    Args:
+        models: registered name -> where its values differ, as in `said`.
+        said: source -> key path, e.g. `optim.lr` -> value; a source is a clause with a place for the value. The rates
+            are those at `optim.lr_batch_size`. Options that are named are the models' defaults; then any other departs.
+        choices: of this project, that are neither departures nor somebody's defaults -> the values with which one is made.
+    """
+
+    models: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    said: Mapping[str, Mapping[str, Any]]
+    choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: CHOICES)
+
+    def find_values(self, model: str) -> dict[str, tuple[Any, str]]:
+        """Key path -> the value of a model, and its source."""
+        parts = [*self.said.items(), *self.models.get(model, {}).items()]
+        return {key: (value, source) for source, values in parts for key, value in values.items()}
+
+
+def describe(params: Any, facts: Mapping[str, Any], printed: Printed) -> tuple[dict[str, Any], list[str]]:
+    """How a classifier is trained: the content of recipe.json, and lines for people; `facts` are for `resolve`."""
+    asked = dataclasses.asdict(params)
+    resolved = resolve(asked, printed.choices, **facts)
+    departs = find_departures(asked, resolved, printed)
+    return {"recipe": resolved, "departures_from_the_paper": departs}, lines(resolved, departs)
 
 
 def resolve(
     params: Mapping,
+    choices: Mapping[str, Mapping[str, Any]],
     *,
     world_size: int,
     micro_batch: int,
@@ -21,23 +59,22 @@ def resolve(
     dtype: str,
     backend: str,
     train_images: int,
-    choices: Mapping[str, bool],
 ) -> dict[str, Any]:
     """What will be trained, with nothing left to compute; plain data for JSON.
 
     Args:
-        params: a cell of `pretrain:` as nested dicts (`dataclasses.asdict`); `ema_decay` may be absent.
+        params: a cell of `pretrain:` or `linearize:` as nested dicts (`dataclasses.asdict`); `ema_decay` may be absent.
+        choices: see `Printed`.
         world_size, micro_batch, accumulate: ranks, images of one forward pass on a rank, passes per step.
         device, dtype, backend: where it runs; `fp32`, or the type of autocast; the implementation of the model's operators.
         train_images: of the data set.
-        choices: of this project, that are neither departures from the paper nor Swin's defaults -> whether each was made.
 
     Raises:
         ValueError: the three factors do not make up `batch_size`.
     """
-    optim, batch, made = params["optim"], params["batch_size"], world_size * micro_batch * accumulate
-    if made != batch:
-        raise ValueError(f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {made}")
+    optim, batch, images = params["optim"], params["batch_size"], world_size * micro_batch * accumulate
+    if images != batch:
+        raise ValueError(f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {images}")
     # images that fill no batch are left out, other ones in each epoch
     per_epoch = params.get("steps_per_epoch") or train_images // batch
     total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
@@ -49,6 +86,8 @@ def resolve(
         "mix.switch_prob": (not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
         "optim.warmup_lr": (not optim["warmup_epochs"], "there is no warm-up"),
     }
+    made = {**params, "precision": dtype}
+    chosen = [choice for choice, values in choices.items() if all(made[key] == value for key, value in values.items())]
     resolved = {
         **{name: params[name] for name in ("model", "options", "drop_path", "epochs", "mix", "transform")},
         "seed": params["seeds"][0],
@@ -60,15 +99,61 @@ def resolve(
         "optimizer": {
             "name": OPTIMIZERS[optim["optimizer"]],
             **{name: optim[name] for name in ("betas", "eps", "weight_decay", "clip_grad_norm")},
-            "exempt_from_weight_decay": "1-D parameters, biases, and what the model's no_weight_decay() names",
+            "exempt_from_weight_decay": "nothing" if params.get("decay_all") else EXEMPT,
         },
         "init": params.get("init"),
         "ema_decay": params.get("ema_decay"),
         "precision": {"dtype": dtype, "device": device, "backend": backend},
         "inactive": {key: reason for key, (holds, reason) in inactive.items() if holds},
-        "choices": [choice for choice, holds in choices.items() if holds],
+        "choices": chosen,
     }
+    if "freeze" in params:
+        resolved["linearize"] = {name: params[name] for name in LINEARIZE}
     return json.loads(json.dumps(resolved))  # tuples become lists, as they are in the record
+
+
+def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> list[str]:
+    """One line for each value that is not the paper's, and for another model or data set.
+
+    GPUs and accumulation, which keep the batch, do not count, nor do keys without effect. Takes the argument and the
+    result of `resolve`.
+    """
+    flat = {}
+    for key, value in params.items():
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
+    wanted = printed.find_values(params["model"])
+    options = {key: value for key, (value, _) in wanted.items() if key.startswith("options.")}
+    ran = {"precision": resolved["precision"]["dtype"], "repeated augmentation": None}
+    ours = {**options, "ema_decay": None, **flat, **ran, "init": flat.get("init.weights")}
+    found = []
+    if params["model"] not in printed.models:
+        found.append(f"model: {params['model']}, the paper has {', '.join(printed.models)}")
+    if (images := resolved["data"]["train_images"]) != TRAIN_IMAGES or not params["data"].startswith("imagenet"):
+        found.append(f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})")
+    others = [key for key in ours if options and key.startswith("options.") and key not in options]
+    found += [f"{key}: {format_value(ours[key])}, the paper has the model's own" for key in others]
+    compared, rates = dict(ours), [key for key in RATES if key in wanted]
+    stated, (batch, _) = ours["optim.lr_batch_size"], wanted.get("optim.lr_batch_size", (None, ""))
+    if not all(_same(ours[key], wanted[key][0]) for key in rates):
+        # rates mean something together with their batch only: 5e-4 at 512 is 1e-3 at 1024
+        compared |= {key: ours[key] * batch / stated for key in rates} | {"optim.lr_batch_size": batch}
+    skipped = {*resolved["inactive"], *(key for choice in resolved["choices"] for key in printed.choices[choice])}
+    for key, (value, source) in wanted.items():
+        if key not in skipped and not _same(compared[key], value):
+            here, there = (f" at batch {stated}", f" at batch {batch}") if key in RATES else ("", "")
+            found.append(f"{key}: {format_value(ours[key])}{here}, {source.format(format_value(value) + there)}")
+    return found
+
+
+def _same(ours: Any, wanted: Any, rel_tol: float = 1e-9) -> bool:
+    if wanted is None or isinstance(wanted, bool):
+        return bool(ours) == bool(wanted)  # a strength of 0 switches it off
+    if isinstance(wanted, tuple):  # 1.3333 in a params file is 4/3
+        return len(ours) == len(wanted) and all(_same(*pair, rel_tol=5e-5) for pair in zip(ours, wanted, strict=True))
+    if isinstance(wanted, str):  # the parts of a RandAugment string have no order, and two operations are timm's default
+        return isinstance(ours, str) and sorted(set(ours.split("-")) - {"n2"}) == sorted(wanted.split("-"))
+    # True is a number to Python, but not here
+    return type(ours) in (int, float) and math.isclose(ours, wanted, rel_tol=rel_tol)
 
 
 def lines(resolved: Mapping, departures: list[str]) -> list[str]:
@@ -77,7 +162,11 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     def listed(section: str, *names: str) -> str:
         return ", ".join(f"{name} {format_value(resolved[section][name])}" for name in names or resolved[section])
 
-    rows = [
+    rows = []
+    if linearize := resolved.get("linearize"):
+        trained = "the new weights alone" if linearize["freeze"] else "all weights"
+        rows.append(("trained", f"{trained}, the new ones at {format_value(linearize['new_lr_factor'])} times the rate"))
+    rows += [
         ("model", ", ".join([resolved["model"], *filter(None, [listed("options")]), f"drop path {format_value(resolved['drop_path'])}"])),
         ("data", f"{listed('data')}, seed {resolved['seed']}"),
         ("batch", listed("batch")),

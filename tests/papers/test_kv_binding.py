@@ -13,13 +13,12 @@ from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.models import fast_weights
 from repro.models.registry import build_model
-from repro.papers import load_papers
+from repro.papers import describe_recipe, load_papers
 from repro.papers.grid import load_grid, vary_recipe
 from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.changes import CHANGES, describe_changes, describe_choice
 from repro.papers.kv_binding.forms import describe_backbones, describe_forms
 from repro.papers.kv_binding.probes import describe_probes
-from repro.papers.kv_binding.recipe import describe_recipe
 from repro.papers.kv_binding.residuals import describe_division
 from repro.papers.kv_binding.variants import ORDERS, ROWS, VARIANTS, find_family
 from repro.report.markdown import render_blocks, render_markdown
@@ -233,7 +232,7 @@ def test_the_paper_profile_trains_each_step_as_appendix_a_says(step):
         ({}, None),
         ({"epochs": 20}, "epochs: 20, the paper has 60"),
         ({"batch_size": 256}, "batch_size: 256, the paper has 512"),
-        ({"model": "lact_nano_patch4_32"}, f"model: lact_nano_patch4_32, the paper has ViT³-B ({BASE})"),
+        ({"model": "lact_nano_patch4_32"}, f"model: lact_nano_patch4_32, the paper has {BASE}"),
         ({"data": "digits"}, "data: digits (1,281,167 training images), the paper has ImageNet-1K (1,281,167)"),
     ],
 )

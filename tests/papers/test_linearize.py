@@ -15,9 +15,9 @@ from repro.measure.flops import cost
 from repro.measure.fvcore import fvcore_terms
 from repro.models.registry import build_model
 from repro.models.t5 import CHOICES
-from repro.papers import load_papers
+from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
-from repro.papers.linearize.recipe import RELEASED, describe_recipe
+from repro.papers.linearize.recipe import RELEASED
 from repro.papers.linearize.variants import FROZEN, ORDERS, ROWS, VARIANTS
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
@@ -344,9 +344,9 @@ def test_a_departure_has_a_line(changes, line):
 
 def test_a_rate_is_compared_at_the_released_batch():
     described, _ = describe(
-        optim={"lr": 1e-3, "lr_batch_size": 2048, "warmup_lr": 2e-8, "min_lr": 2e-7, "warmup_epochs": 5, "clip_grad_norm": None}
+        optim={"lr": 1e-3, "lr_batch_size": 512, "warmup_lr": 5e-9, "min_lr": 5e-8, "warmup_epochs": 5, "clip_grad_norm": None}
     )
-    assert described["departures_from_the_paper"][0] == "optim.lr: 0.001 at batch 2048, the release has 8e-05 at batch 2048"
+    assert described["departures_from_the_paper"][0] == "optim.lr: 0.001 at batch 512, the release has 8e-05 at batch 2048"
     assert len(described["departures_from_the_paper"]) == 2
 
 

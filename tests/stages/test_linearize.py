@@ -137,7 +137,7 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
     """Another ViT than that of the cell: the student follows from it, and the recipe from the cell."""
     torch.manual_seed(0)
     torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), "vit.pth")
-    from repro.papers.linearize.recipe import describe_recipe
+    from repro.papers import describe_recipe
     from repro.training.from_weights import make_cell
     from repro.training.job import build_job
 

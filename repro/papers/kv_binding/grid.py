@@ -5,7 +5,6 @@ import dataclasses
 from ...core.config import build
 from ...tasks.classification.params import ClassifierParams
 from ..grid import Grid
-from .recipe import describe_recipe
 from .variants import VARIANTS, find_family
 
 # on the digits a patch is a pixel of the scan, except for Vittt, whose recipe is that of the cell `vittt_nano_digits` of the mini profile
@@ -48,7 +47,6 @@ GRID = Grid(
     variants=VARIANTS,
     family=None,
     model="the model",
-    describe=describe_recipe,
     recipe=build(ClassifierParams, RECIPE, "the recipe of the ladders"),
     folder="ablate/kv_binding",
     flags=("--paper", "kv_binding"),

@@ -9,7 +9,6 @@ from ...tasks.linearization.params import LinearizeParams
 from ...tasks.linearization.spec import SPEC
 from ...training.params import InitParams
 from ..grid import Grid
-from .recipe import describe_recipe
 from .variants import FROZEN, VARIANTS
 
 
@@ -45,7 +44,6 @@ GRID = Grid(
     variants=VARIANTS,
     family="t5",
     model="T5",
-    describe=describe_recipe,
     folder="ablate/linearize",
     flags=("--paper", "linearize"),
     section="linearize",

@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+from ..recipe import PAPER
 from .recipe import PRINTED
 
 # widths of the four stages of H-ViT³, ConvNeXt, VMamba and Swin
@@ -23,7 +24,7 @@ CLASSES = 1000
 
 def recipe_setting(key: str) -> float:
     """A value of the recipe of Section 5.1 as this project's recipe has it: `epochs`, `optim.lr`."""
-    return PRINTED[key]
+    return PRINTED.said[PAPER][key]
 
 
 def upernet_params_m(row: str) -> Fraction:

@@ -3,7 +3,6 @@
 from ...core.config import build
 from ...tasks.classification.params import ClassifierParams
 from ..grid import Grid
-from .recipe import describe_recipe
 from .variants import VARIANTS
 
 # chosen on the split `tune`, by two variants and two seeds: at twice the rate, with less clipping and half as long, some seeds stay at
@@ -26,7 +25,6 @@ GRID = Grid(
     variants=VARIANTS,
     family="study",
     model="two-layer MLP",
-    describe=describe_recipe,
     recipe=build(ClassifierParams, RECIPE, "the recipe of the design study"),
     folder="ablate/vit3",
     flags=("--paper", "vit3"),

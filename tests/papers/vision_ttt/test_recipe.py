@@ -12,8 +12,8 @@ from torch import nn
 from repro.core.config import load_section
 from repro.papers import describe_recipe
 from repro.papers.kv_binding import recipe as kv
+from repro.papers.recipe import describe, find_departures, lines, resolve
 from repro.papers.vision_ttt import recipe as vision_ttt
-from repro.papers.vision_ttt.recipe import departures, lines, resolve
 from repro.papers.vit3 import recipe as vit3
 from repro.tasks.classification.params import ClassifierParams
 from repro.training.optim import build_optimizer, build_schedule
@@ -46,11 +46,11 @@ def change(params, changes):
 def resolved(params, *, train_images=IMAGENET, dtype=None, world_size=1, accumulate=1, micro_batch=None):
     micro = micro_batch or params["batch_size"] // world_size // accumulate
     facts = {"device": "cpu", "dtype": dtype or params["precision"], "backend": "torch", "train_images": train_images}
-    return resolve(params, world_size=world_size, micro_batch=micro, accumulate=accumulate, **facts)
+    return resolve(params, vision_ttt.PRINTED.choices, world_size=world_size, micro_batch=micro, accumulate=accumulate, **facts)
 
 
 def departing(params, **facts):
-    return departures(params, resolved(params, **facts))
+    return find_departures(params, resolved(params, **facts), vision_ttt.PRINTED)
 
 
 # --- what is resolved
@@ -281,7 +281,7 @@ def test_printed_lines():
 def test_printed_departures():
     params = change(cell(), {"epochs": 60, "seeds": (1,), "options.design": "conv1d"})
     recipe = resolved(params)
-    printed = lines(recipe, departures(params, recipe))
+    printed = lines(recipe, find_departures(params, recipe, vision_ttt.PRINTED))
     assert "model          vittt_tiny_patch16_224, design conv1d, drop path 0.1" in printed
     assert "departs from the paper: epochs: 60, the paper has 300" in printed
     assert sum(line.startswith("departs from the paper: ") for line in printed) == 3
@@ -303,5 +303,5 @@ def test_a_cell_is_compared_with_the_recipe_of_its_own_paper(section, name, reci
     params = load_section(ClassifierParams, ROOT / "profiles" / "paper.yaml", section, name)
     world = {"world_size": 1, "micro_batch": params.batch_size, "accumulate": 1}
     facts = {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": IMAGENET}
-    assert describe_recipe(params, facts) == recipe.describe_recipe(params, facts)
+    assert describe_recipe(params, facts) == describe(params, facts, recipe.PRINTED)
     assert recipe is not vit3 or describe_recipe(params, facts)[0]["departures_from_the_paper"] == []
