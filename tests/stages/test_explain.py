@@ -166,17 +166,19 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplo
     [
         ([], "explain: give pictures to draw a map, or --probe NAME"),
         (["text.png"], "text.png: unreadable image"),
+        (["thin.png"], "thin.png: unreadable image"),
         (["missing.png"], "missing.png: unreadable image"),
         (["text.png", "--probe", "ascent"], "explain: give pictures to draw a map, or --probe NAME"),
         (["text.png", "-o", "out.pdf"], "out.pdf: the figure is written as PNG"),
         (["text.png", "--weights", "text.png"], "text.png: "),
         (["--probe", "descent"], "explain: probe descent: no such probe; known: steps=K, ascent, q_is_k"),
         (["--probe", "ascent", "--weights", str(DEIT)], "explain: the model has no inner learner of Vision-TTT"),
-        (["--probe", "ascent", "--data", "digit"], "results/prepare_data/digit/manifest.json: no such manifest"),
+        (["--probe", "ascent", "--data", "digit"], "did you mean 'digits'"),
     ],
 )
 def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
     Path("text.png").write_text("no picture")
+    Image.new("L", (1, 60)).save("thin.png")
     code, _, err = repro_cli("explain", *arguments)
     assert code == 2 and err.count("\n") == 1 and message in err and not Path("explained.png").exists()
 
