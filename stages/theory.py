@@ -1,4 +1,4 @@
-"""`repro theory`: what can be checked of the paper by arithmetic alone. Theorems in fp64, closed forms, a search behind its FLOPs."""
+"""`repro theory`: the paper's theorems, checked by arithmetic in fp64."""
 
 from . import Stage
 
@@ -6,23 +6,15 @@ STAGE = Stage(models=lambda params: ["vittt_tiny_patch16_224"])
 
 
 def command() -> None:
-    """Check the paper by arithmetic."""
+    """Check the paper's theorems by arithmetic."""
     import time
 
-    from repro.core.csvfile import write_csv
     from repro.core.paths import find_root
     from repro.core.record import make_identity, write_record
-    from repro.papers.vision_ttt.closed_forms import list_closed_forms
-    from repro.papers.vision_ttt.flop_search import run_flop_search
     from repro.papers.vision_ttt.theorems import Sizes, measure_theorems
 
     paths, started, sizes = find_root(), time.monotonic(), Sizes()
-    folder = paths.results / "theory"
-    print("theory: measuring theorems, and searching the terms behind the paper's FLOPs")
-    search, hypotheses = run_flop_search()
-    metrics = {"theorems": measure_theorems(sizes), "closed_forms": list_closed_forms(), "flop_search": search}
-    write_csv(folder / "flop_terms.csv", hypotheses)
+    theorems = measure_theorems(sizes)
     identity = make_identity(paths.root, ["stages.theory"], sizes, device="cpu", dtype="fp64", backend="reference")
-    write_record(folder, metrics, identity, time.monotonic() - started)
-    best = ", ".join(f"{found['explained']} by {rule}" for rule, found in search["best"].items())
-    print(f"theory: of {search['entries']} FLOPs, the best of {search['hypotheses']} hypotheses explain {best}")
+    write_record(paths.results / "theory", {"theorems": theorems}, identity, time.monotonic() - started)
+    print("theory: largest errors:", ", ".join(f"{name} {error:.0e}" for name, error in theorems.items()))

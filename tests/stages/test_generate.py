@@ -230,7 +230,7 @@ WRONG = [
     (["--judge", "absent.safetensors"], "absent.safetensors: no such weights file"),
     (["--inception", "own.safetensors"], "--inception compares with real pictures; name them with --data CELL"),
     (["--inception", "own.safetensors", "--data", "digits"], "own.safetensors: has SHA-256"),
-    (["--judge", "judge.safetensors", "--data", "numbers"], "numbers/manifest.json: no such manifest"),
+    (["--judge", "judge.safetensors", "--data", "numbers"], "numbers: prepare_data"),
     (["--data", "digits"], "--data says what --inception and --judge compare with; give one of them"),
     (["--inception-sha256", "0" * 16], "--inception-sha256 is the hash of the file that --inception names"),
     (["--cell", "nano"], "--cell, --from, --gpus and --seeds train, and --weights draws; take one of them"),

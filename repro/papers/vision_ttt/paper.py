@@ -6,7 +6,7 @@ from pathlib import Path
 from ...report.measured import build_provenance
 from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
 from ...report.passages import build_scenes, count_noisy_rows, describe_statuses
-from . import closed_forms, formulas
+from . import formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
 from .readings_page import build_results, describe_choices
 from .sections import flops_section, interpretability_section
@@ -26,7 +26,6 @@ _FORMULAS = (
     formulas.score_tensors_gb,
     formulas.padded_tokens,
     formulas.model_constant,
-    closed_forms.closed_form_macs_g,
 )
 _OWN_ROWS = ("table1.vittt_*", "table2_*.vittt_*", "table3.*", "table4.*")
 _TOP1 = ("text.abstract.top1_*", "text.1.top1_*", "text.5_1.top1_*")

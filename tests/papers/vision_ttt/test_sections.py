@@ -1,14 +1,20 @@
 """The sections of Vision-TTT's page and its page of readings, from made-up records: for the paper, against it, and what is left out."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from repro.core.csvfile import read_csv
+from repro.papers import load_primary
 from repro.papers.vision_ttt.readings import load_choices
 from repro.papers.vision_ttt.readings_page import build_results, describe_choices, find_trained
-from repro.papers.vision_ttt.sections import flops_section, interpretability_section
+from repro.papers.vision_ttt.sections import COUNTERS_FILE, flops_section, interpretability_section
+from repro.report.arithmetic import agreement
 from repro.report.markdown import render_blocks, render_markdown
-from tests.report.conftest import theorems, visualized
+from tests.report.conftest import visualized
+
+ROOT = Path(__file__).parents[3]
 
 
 def findings(checkout) -> dict[str, tuple[str, str]]:
@@ -20,9 +26,9 @@ def findings(checkout) -> dict[str, tuple[str, str]]:
     return {says: (ours, word) for _, says, ours, word in rows}
 
 
-def test_without_records_there_are_no_sections(checkout):
+def test_without_records_there_is_no_section(checkout):
     report = checkout.report()
-    assert flops_section(report) == interpretability_section(report) == []
+    assert interpretability_section(report) == []
 
 
 def test_what_speaks_for_the_paper_is_said(checkout):
@@ -96,43 +102,18 @@ def test_fields_that_were_not_drawn_are_no_findings(checkout):
     assert len(findings(checkout)) == 5
 
 
-def search() -> dict:
-    """A search of three counts, of which Eq. 13 gives one and the best counter two."""
-    rows = [
-        {"entry": "table1.vittt_t.macs_g", "printed": "1.4", "computed": 1.44, "agreement": "rounding", "off_by": 0.0},
-        {"entry": "table1.vittt_s.macs_g", "printed": "5.3", "computed": 5.36, "agreement": "truncation", "off_by": 0.0},
-        {"entry": "table3.dual.macs_g", "printed": "1.42", "computed": 1.4448, "agreement": "none", "off_by": 0.0148},
-    ]
-    best = {"explained": 2, "hypotheses": 7, "departures": {"head": "left out"}, "rows": rows}
-    by_table = {"Table 1": {"either": {"explained": 2, "departures": {}, "hypotheses": 9}, "entries": 2}}
-    return {
-        "entries": 3,
-        "hypotheses": 12_345,
-        "as_written": [{"agreement": "rounding"}, {"agreement": "none"}, {"agreement": "none"}],
-        "best": {"rounding": best | {"explained": 1, "departures": {}}, "either": best},
-        "by_table": by_table,
-        "table3_steps": [{"step": "dual", "impossible_mixed": True}, {"step": "gating", "impossible_mixed": False}],
-    }
-
-
-def test_the_search_behind_the_flops_says_what_it_explains_and_what_not(checkout):
-    checkout.record("theory", {"theorems": theorems(), "closed_forms": {}, "flop_search": search()})
-    (section,) = flops_section(checkout.report())
-    text = render_blocks(section.blocks)
-    assert "tries 12,345 counters" in text and "≈ fitted: a counter that was chosen by these numbers is no evidence" in text
-    assert "| Eq. 13 with MLP, patches and head | 1 of 3 | – |" in text
-    assert "| the best, rounded or cut off | 2 of 3 (7 counters do) | head: left out |" in text
-    assert "| the best by rounding | 1 of 3 (7 counters do) | nothing |" in text
-    assert "| the best for Table 1 alone | 2 of 2 | nothing |" in text
-    assert "| `table3.dual.macs_g` | 1.42 | 1.445 |" in text and "`table1.vittt_t.macs_g`" not in text
-    assert "the steps of Table 3 to dual:" in text and "gating" not in text
-
-
-def test_a_search_in_which_every_step_is_possible_says_so(checkout):
-    found = search()
-    found["table3_steps"][0]["impossible_mixed"] = False
-    checkout.record("theory", {"theorems": theorems(), "closed_forms": {}, "flop_search": found})
-    assert "Every step of Table 3 could be a count." in render_blocks(flops_section(checkout.report())[0].blocks)
+def test_what_is_said_of_the_search_stands_in_its_table():
+    """Every counter leaves as many numbers unexplained as it says, and what it gives for them is not what the paper prints."""
+    rows, entries = read_csv(ROOT / COUNTERS_FILE), load_primary().ledger.entries
+    text = render_blocks(flops_section(None)[0].blocks)
+    for row, counts in zip(rows, (("rounding", "truncation"), ("rounding",), ("rounding", "truncation")), strict=False):
+        left = [pair.split() for pair in row["unexplained"].split("; ")]
+        assert row["explained"] == row["entries"] - len(left) and str(row["explained"]) in text
+        assert not [name for name, ours in left if agreement(float(ours), entries[name].printed) in counts]
+    assert f"{rows[0]['entries']} FLOPs" in text and f"{rows[1]['tried']:,}" in text and COUNTERS_FILE in text
+    relations = [relation.expression for entry in entries.values() for relation in entry.relations]
+    steps = {call.args[0] for expression in relations for call in expression.calls if call.name == "table3_step_g"}
+    assert steps == {"share_qk", "conv2d"} and all(step in text for step in steps)
 
 
 def fits() -> dict:
