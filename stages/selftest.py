@@ -88,7 +88,7 @@ def describe_faults(paths: Paths) -> str:
         counts = {group: list(kinds.values()) for group, kinds in record["metrics"].items()}
         tried, wrong = ({group: sum(each[key] for each in kinds) for group, kinds in counts.items()} for key in ("tried", "wrong"))
         lines.append(
-            f"{record['identity']['device']}: {tried['kill']:,} kills in {len(counts['kill'])} stages, after {wrong['kill']} of which a file "
+            f"{record['identity']['device']}, commit {str(record['identity']['parent_commit'])[:8]}: {tried['kill']:,} kills in {len(counts['kill'])} stages, after {wrong['kill']} of which a file "
             f"differed or was left; {tried['flip']:,} flips, of which {wrong['flip']} went unnoticed; "
             f"{tried['params']:,} altered params files, of which {wrong['params']} were no short line."
         )

@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import os
 import sys
 import time
 import unicodedata
@@ -15,8 +16,10 @@ _PLAIN = str.maketrans({"–": "-", "—": "-", "−": "-", "×": "x", "·": "*"
 
 
 def print_error(error: Exception | str) -> None:
-    """Print an error on stderr as one line, whose middle is left out where it is long."""
+    """Print an error on stderr as one line; in a long one, paths begin in the working directory and the middle is left out."""
     line = " ".join(f"repro: {error}".split())
+    if len(line) > MOST_CHARACTERS:
+        line = line.replace(f"{os.getcwd()}{os.sep}", "")
     if len(line) > MOST_CHARACTERS:
         line = f"{line[:198]} ... {line[-(MOST_CHARACTERS - 203) :]}"
     print(line, file=sys.stderr, flush=True)

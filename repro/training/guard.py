@@ -67,8 +67,8 @@ def dump_bad_step(folder: Path, task: Any, training: Any, step: int, place: tupl
     first = statistics["first_not_finite"]
     raise Diverged(
         step,
-        f"step {step}: {why}{f'; the first output that is not: {first}' if first else ''}; the last step is in {path}: "
-        f"for a classifier, `repro pretrain --replay-bad-step {path}` runs it again",
+        f"step {step}: {why}{f'; the first output that is not: {first}' if first else ''}; the last step is in {path}; "
+        "`repro pretrain --replay-bad-step FILE` runs that of a classifier again",
     )
 
 

@@ -28,14 +28,14 @@ from unittest import mock
 
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
 import repro
 import stages
 from repro.core.config import active_profile, load_section, load_yaml, section_keys
 from repro.core.errors import RunError, UserError
-from repro.core.hashing import FIRST_PARTY, hash_code
+from repro.core.hashing import FIRST_PARTY, hash_code, hash_file
 from repro.core.paths import Paths
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import choose_device, device_label, device_slug
@@ -109,6 +109,7 @@ KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS if stage != "bas
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights": (_WEIGHTS, lambda path: open_weights(path).build().state_dict()),
     "checkpoint": ("published.pth", read_official),
+    "release": ("published-*.safetensors", read_official),  # whose name has the hash
     "state": (".runs/pretrain/killed/*/step_*.pt", lambda path: Checkpointer(path.parent).restore()),
     "dump": (".runs/pretrain/diverging/*/bad_step_*.pt", load_dump),
 }
@@ -151,7 +152,10 @@ class Campaign:
     def make_files(self) -> Path:
         """A checkout with a file of each kind in `FILES`."""
         root = self.copy("files")
-        torch.save({"model": load_file(root / _WEIGHTS)}, root / "published.pth")
+        state = load_file(root / _WEIGHTS)
+        torch.save({"model": state}, root / "published.pth")
+        save_file(state, root / "published.safetensors")
+        (root / "published.safetensors").rename(root / f"published-{hash_file(root / 'published.safetensors')}.safetensors")
         if wait(start(root, ("pretrain", "--cell", "diverging"))) != RunError.exit_code:
             raise RunError(f"the run that must diverge did not: {' '.join(read_output(root).split())[-300:]}")
         pid = start(root, KILLED["pretrain"])
@@ -241,13 +245,14 @@ class Campaign:
         (root / "params.yaml").write_bytes(alter(text, random.Random(f"{Settings.seed} params {number}")))
         outcomes = set()
         for command in (functools.partial(read_params, Paths(root)), functools.partial(active_profile, Paths(root))):
-            out, err = io.StringIO(), io.StringIO()
+            out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("repro.cli.app", command):
                 try:
                     code = run_command()
                 except Exception as error:
                     return f"a traceback: {error!r:.300}"
-            said = err.getvalue()
+            err.seek(0)
+            said = err.read()
             if code and not (said.startswith("repro: ") and said.count("\n") == 1 and len(said) <= 310):
                 return f"no short line: {said[:300]!r}"
             outcomes.add("refused" if code else "read")

@@ -94,7 +94,7 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
     assert code == 1 and "not finite" in err and err.count("\n") == 1
     assert not CELL.exists() or not list(CELL.rglob("*.*"))
     (dump,) = Path(".runs").rglob("bad_step_*.pt")
-    assert f"`repro pretrain --replay-bad-step {dump.absolute()}`" in err
+    assert str(dump) in err and "--replay-bad-step" in err
     code, out, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
     assert code == 0, err
     assert (
@@ -145,7 +145,7 @@ WRONG_PARAMS = [
         "image size 40x40: height and width must be positive multiples of the patch size 16",
     ),
     ("workers: 0", "device: tpu", "runtime.device: str 'tpu' is not one of auto, cpu, cuda"),
-    ("data: digits\n", "data: numbers\n", "results/prepare_data/numbers/manifest.json: no such manifest; run `repro prepare-data`"),
+    ("data: digits\n", "data: numbers\n", "numbers: prepare_data"),
     ("pretrain:", "pretrain: [", "params.yaml:"),
 ]
 
