@@ -1,8 +1,8 @@
-"""What the operators' Triton files share: which dtypes run, and how a kernel is launched, tuned, or only compiled."""
+"""What the operators' Triton files share: which dtypes run, and how a kernel is launched and tuned."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -12,7 +12,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 TUNING_KEYS = "bucket", "D", "CHUNK", "M", "C", "L", "P", "KEEP"
 
 Candidates = Callable[..., list[triton.Config]]
-_compiles_only = False  # see `compiling_only`
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
@@ -45,10 +44,6 @@ def launch(
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         tries = config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled() and not is_capturing(device)
-        if _compiles_only:
-            for each in candidates(*sizes) if tries else [config or candidates(*sizes)[0]]:
-                kernel.warmup(**arguments, **each.kwargs, **_compiler_options(each), grid=(1,))
-            return
         if tries:
             if "bucket" in arguments and device.type == "cuda":
                 multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -56,22 +51,8 @@ def launch(
             tuned(kernel, candidates, *sizes)[grid](**arguments)
             return
         config = config or candidates(*sizes)[0]
-        kernel[grid](**arguments, **config.kwargs, **_compiler_options(config))
-
-
-@contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
-    """A context in which this process compiles kernels where it would launch them: outputs hold whatever the memory held."""
-    global _compiles_only
-    before, _compiles_only = _compiles_only, True
-    try:
-        yield
-    finally:
-        _compiles_only = before
-
-
-def _compiler_options(config: triton.Config) -> dict[str, int | None]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+        kernel[grid](**arguments, **config.kwargs, **options)
 
 
 def is_capturing(device: torch.device) -> bool:

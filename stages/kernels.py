@@ -1,4 +1,4 @@
-"""`repro kernels check|bench|resources|predict`: are the Triton kernels right and fast, what does the compiler make of them, and a model of it?"""
+"""`repro kernels check|bench|resources`: are the Triton kernels right and fast, and what does the compiler make of them?"""
 
 from typing import Annotated
 
@@ -49,11 +49,3 @@ def resources(
     from repro.benchmark.kernels import run_resources
 
     run_resources(find_root(), op, defaults=defaults)
-
-
-@app.command()
-def predict() -> None:
-    """Count the launches and bytes of a block, and predict cycles by a model that issues the machine code, without a GPU."""
-    from repro.benchmark.kernels import run_predict
-
-    run_predict(find_root())

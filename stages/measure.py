@@ -16,7 +16,7 @@ def command(
         float | None, typer.Option(min=0.5, help="Stop after this time; the next call continues. Default: no limit.")
     ] = None,
 ) -> None:
-    """Measure this GPU: kernels, training, collectives, and every family over the image size."""
+    """Measure this GPU: kernels, training, and every family over the image size."""
     from repro.benchmark.campaign import run_campaign
 
     run_campaign(find_root(), minutes)

@@ -9,6 +9,7 @@ import typer
 from repro.core.config import active_profile, find_profile, load_yaml
 from repro.core.errors import UserError
 from repro.core.paths import find_root
+from repro.core.runtime import PEAK_TFLOPS, find_peak
 from repro.core.ui import print_table
 
 from . import Stage, load_stages
@@ -30,7 +31,7 @@ def command(
 ) -> None:
     """Show what would run, for which table or figure, with its time and disk space, before anything is started."""
     from repro.core.record import read_json
-    from repro.planning.planner import Rates, find_peak, parse_rates, plan_costs
+    from repro.planning.planner import Rates, parse_rates, plan_costs
     from repro.report.answer import PIPELINE_FILE
 
     if gpus < 1:
@@ -41,6 +42,8 @@ def command(
     name, planned_for = (gpu, f"{gpu}, as asked") if gpu else _choose_device(load_yaml(file))
     if name and tflops is None:
         tflops = find_peak(name)
+        if tflops is None:
+            raise UserError(f"plan: {name}: its peak is not in our table ({', '.join(PEAK_TFLOPS)}); say it with --tflops")
     rates = Rates(given=given, gpu=name, tflops=1.0 if tflops is None else tflops, utilisation=utilisation)
     if name is None and (gpus > 1 or tflops is not None):
         raise UserError(f"plan: --gpus and --tflops are of GPUs, and the plan is for {planned_for}; name a GPU with --gpu")

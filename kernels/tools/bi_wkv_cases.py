@@ -15,11 +15,9 @@ from ..bi_wkv import bi_wkv, op, triton_bwd, triton_fwd
 from ..bi_wkv.reference import Arguments
 from . import cases
 from .cases import ROUNDING, TOKENS, normal_drawer
-from .predict import predict, share_of_copy
 
 LARGE_DECAY = 3.0
 CHANNELS = (192, 384, 768)  # VRWKV-T, S, B
-FORWARD_LOOPS = 0, 2  # back, and forth with one exponent for a block; the third is for large decays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,14 +81,6 @@ class BiWKVCases(cases.Cases):
         B, T, C = sizes.batch, sizes.tokens, sizes.channels
         w, u = (normal(C) / T for _ in range(2))
         return [w, u, *(normal(B, T, C).bfloat16() for _ in range(2))]
-
-    def predictions(self) -> Iterator[tuple[str, float, str]]:
-        at, total = self.COMPARED, 0.0
-        programs = at.batch * (at.channels // 32) * triton_fwd.count_segments(at.tokens)
-        for name, loops in (("sums", (0,)), ("segments", FORWARD_LOOPS)):
-            one = self.compilation(f"bi_wkv_forward_{name}", "bf16")
-            total += predict(one).time_all(programs, *loops) * (triton_fwd.SEGMENT // one.config.kwargs["BLOCK_T"])
-        yield f"forward, {self.AT}, of a copy", share_of_copy(at.bytes(cases.FORWARD), total), "percent"
 
     def compile_time(self, dtype: torch.dtype, channels: int = 192) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         return {"channels": channels}, {"C": channels}, (dtype,)

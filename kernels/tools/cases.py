@@ -131,10 +131,6 @@ class Cases(abc.ABC):
         kept = [{"out": out, "states": states}[name] for name in self.op.CUSTOM_OP.kept]
         return out, *self.triton_bwd.backward(dout, *kept, arguments, backward_config)
 
-    def predictions(self) -> Iterator[tuple[str, float, str]]:
-        """What the model of `predict` says of the operator's speed on a GPU: what, how much, and the unit."""
-        return iter(())
-
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
         """The backend that runs for a request."""
         return self.op.selected_backend(backend, device, dtype=dtype, **{name: getattr(sizes, name) for name in self.OPTIONS})

@@ -132,14 +132,6 @@ def planned(cases: Any, defaults: bool = False) -> Iterator[tuple[dict[str, Any]
             yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
 
 
-def disassemble(one: Compilation, target: int) -> str:
-    """The machine code for sm_`target` as text, with the bits of each instruction."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(one.compile(target).asm["cubin"])
-        file.flush()
-        return _output("nvdisasm", "-hex", "-c", file.name)
-
-
 def _read_binary(cubin: bytes) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -22,7 +22,6 @@ from ..selective_scan.reference import Arguments
 from . import cases
 from .cases import BOTH, ROUNDING, TOKENS, Check, Maker, in_directions, normal_drawer
 from .check import cast, judge_peer, make_row
-from .predict import predict, share_of_copy
 from .resources import Compilation
 
 CHANNELS = (384, 768, 1536)  # Vim-T, S, B
@@ -115,12 +114,6 @@ class SelectiveScanCases(cases.Cases):
         z = normal(images, T, 2 * E).bfloat16()[..., E:] if sizes.gate else None
         A = -torch.arange(1.0, N + 1, device=device).expand(R, E, N).contiguous()
         return [u, delta, A, parts[..., -2 * N : -N], parts[..., -N:], torch.ones(R, E, device=device), z, normal(R, E) - 4]
-
-    def predictions(self) -> Iterator[tuple[str, float, str]]:
-        at = self.COMPARED
-        programs = triton_fwd.programs((at.batch, at.tokens, len(at.reverse), at.channels))
-        total = predict(self.compilation("selective_scan_forward", "bf16")).time_all(programs, 0) * at.tokens
-        yield f"forward, {self.AT}, of a copy", share_of_copy(at.bytes(cases.FORWARD), total), "percent"
 
     def compile_time(
         self, dtype: torch.dtype, state_dim: int = 16, gate: bool = True, sequences: int = 0

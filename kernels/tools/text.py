@@ -70,29 +70,6 @@ def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
     return "\n".join(lines)
 
 
-def describe_predictions(metrics: Mapping[str, Any]) -> str:
-    """Markdown of a record of `repro kernels predict`: the block that was counted, the model's assumptions, and what it predicts."""
-    block, model = metrics["block"], metrics["assumptions"]
-    plain, fused = block["plain"], block["fused"]
-    lines = [
-        f"Counted, of a block of {block['name']} at batch {block['batch']} and {block['side']} x {block['side']} tokens, in inference: "
-        f"{plain['launches']} launches that move {plain['units']:.1f} units with plain PyTorch around the scan, {fused['launches']} that "
-        f"move {fused['units']:.1f} with the fused operators. A unit is a tensor of the block's tokens in bf16, read or written once.",
-        "",
-        f"Predicted, for {model['target']} with {model['multiprocessors']} multiprocessors at {model['clock_ghz']} GHz and copies of "
-        f"{model['copy_tb_per_s']} TB/s, by a model that is not calibrated on a GPU; a load from memory takes "
-        f"{model['latency_cycles']['LDG']} cycles, and bandwidth has no limit:",
-        "",
-        "| operator | what | predicted |",
-        "|---|---|---|",
-    ]
-    units = {"percent": " %", "ratio": "", "cycles a chunk": " cycles a chunk"}
-    for row in metrics["rows"]:
-        value = f"{row['value']:,.2f}" if row["unit"] == "ratio" else f"{row['value']:,.0f}"
-        lines.append(f"| `{row['operator']}` | {row['what']} | {value}{units[row['unit']]} |")
-    return "\n".join(lines)
-
-
 def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
     """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and dtype.
 

@@ -21,12 +21,10 @@ from ..ttt_linear.reference import Arguments
 from . import cases, peers
 from .cases import BOTH, DTYPES, TOKENS, Check, Maker, in_directions, normal_drawer
 from .check import failure, judge_peer, make_row
-from .predict import predict
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 81, 196, 197)
 EPS = 1e-6
 WIDTHS = (3, 6, 12)  # heads of Vittt-T, S, B
-BACKWARD_LOOPS = 1, 2  # of a chunk, in the code of the kernel in one pass; the first is that over groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,28 +118,6 @@ class TTTLinearCases(cases.Cases):
         """In one phase or two, as `config` is."""
         out, states = triton_phases.forward(arguments, True, config)
         return out, *triton_bwd.backward(dout, states, arguments, backward_config)
-
-    def predictions(self) -> Iterator[tuple[str, float, str]]:
-        one = self.compilation("ttt_linear_backward", "bf16")
-        free = triton.Config(one.config.kwargs, num_warps=one.config.num_warps, num_stages=one.config.num_stages)
-        capped, before = predict(one), predict(dataclasses.replace(one, config=free))
-        times = [found.time_all(384, *BACKWARD_LOOPS) for found in (capped, before)]
-        yield "backward, 384 programs, in all waves", times[0], "cycles a chunk"
-        yield "backward, 384 programs, in all waves, with as many registers as the compiler wants", times[1], "cycles a chunk"
-        yield "backward, 384 programs, of these two", times[0] / times[1], "ratio"
-        yield (
-            "forward in one phase, a program on a multiprocessor",
-            predict(self.compilation("ttt_linear_forward", "bf16")).cycles(1, 0),
-            "cycles a chunk",
-        )
-        for name, what in (("", ""), ("_keeping_states", ", keeping states")):
-            one_state = self.compilation(f"ttt_linear_forward_state{name}", "bf16")
-            cycles = predict(one_state).cycles(1, 0)  # of a turn, which is a group of chunks
-            yield (
-                f"forward in two phases, a program on a multiprocessor, the sequential one{what}",
-                cycles / one_state.constants["GROUP"],
-                "cycles a chunk",
-            )
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[Any]]:
         """Of both passes also the pairs of configs of their two launches."""

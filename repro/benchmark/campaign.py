@@ -7,6 +7,7 @@ the present code does nothing. A GPU that is lent for some minutes at a time is 
 
 import dataclasses
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,20 @@ from ..core.paths import Paths
 from ..core.record import read_json
 
 SHORTEST_S = 20.0  # with less left nothing is begun
+TRAINED = "pretrain/vittt_tiny_digits"  # a stage and a cell, which no params file has
+TRAINING = {
+    "model": "vittt_tiny_patch16_224",
+    "data": "digits",
+    "seeds": [0, 1],
+    "epochs": 1,
+    "steps_per_epoch": 64,
+    "batch_size": 64,
+    "drop_path": 0.0,
+    "precision": "bf16",
+    "optim": {"lr": 0.001, "lr_batch_size": 512, "warmup_epochs": 0},
+    "mix": {"mixup": 0.0, "cutmix": 0.0},
+    "transform": {"image_size": 224, "hflip": 0.0, "crop_pct": 1.0},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,17 +91,33 @@ def bench_kernels(paths: Paths, minutes: float | None) -> bool:
 
 
 def time_training(paths: Paths, minutes: float | None) -> bool:
-    """training.json."""
-    from .training_rate import run_training
+    """pretrain/vittt_tiny_digits.json: the speed of a training as `record_speed` writes it, with the share of the GPU's peak.
 
-    return run_training(paths)
+    The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
+    """
+    import torch
 
+    from ..core.config import build
+    from ..core.freshness import find_old
+    from ..core.runtime import device_slug, find_peak, load_runtime, usable_cores
+    from ..tasks.classification.spec import SPEC
+    from ..training.cells import run_cells
+    from ..training.job import Cell
 
-def time_collectives(paths: Paths, minutes: float | None) -> bool:
-    """collectives.json."""
-    from .collectives import run_collectives
-
-    return run_collectives(paths)
+    if not torch.cuda.is_available():
+        raise RunError("PyTorch sees no CUDA device")
+    stage, name = TRAINED.split("/")
+    file = paths.measured(device_slug("cuda")) / f"{TRAINED}.json"
+    if file.is_file() and not find_old(paths.root, {TRAINED: read_json(file)}):
+        return True
+    params, given = build(SPEC.params, TRAINING, name), load_runtime(paths)
+    roots = {"digits": "data/digits"} | given.data_roots
+    peak = find_peak(torch.cuda.get_device_name())
+    runtime = dataclasses.replace(given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots)
+    folder = paths.run_state(stage, name, "result")
+    shutil.rmtree(folder, ignore_errors=True)  # a training that is recorded there would not be repeated
+    run_cells([Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)], None, [])
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +143,6 @@ STEPS = (
     Step(name="check", about="the kernels against the fp64 reference", run=check_kernels),
     Step(name="compared", about="the kernels' speed at the shapes that the goals are about", run=bench_compared),
     Step(name="training", about="a short training in bf16", run=time_training),
-    Step(name="collectives", about="all-reduce over the GPUs there are", run=time_collectives),
     Step(name="batch 1", about="every family of size T at batch 1", run=Sweep(("T",), 1)),
     Step(name="batch 1, graphs", about="the same through CUDA graphs", run=Sweep(("T",), 1, "graphs")),
     Step(name="batch 64", about="every family of size T at batch 64", run=Sweep(("T",), 64)),
@@ -176,15 +206,10 @@ def _describe_bench(metrics: dict[str, Any]) -> str:
 
 
 def _describe_training(metrics: dict[str, Any]) -> str:
-    params, share = metrics["params"], metrics["mfu_percent"]
-    mfu = f"{share:.0f} % of the peak" if share is not None else metrics["mfu_percent_reason"]
-    size = f"{params['image_size']}², batch {params['batch_size']}, {params['precision']}"
-    return f"{params['model']} at {size}: {metrics['img_per_s']:.0f} img/s, {mfu}"
-
-
-def _describe_collectives(metrics: dict[str, Any]) -> str:
-    rates = [f"{row['mib']} MiB {row['median_ms']:.2f} ms" for row in metrics["rows"]]
-    return f"{metrics['world_size']} GPU(s), all-reduce: {', '.join(rates)}"
+    share, size = metrics.get("mfu_percent"), TRAINING["transform"]["image_size"]
+    mfu = "the GPU's peak is not in our table" if share is None else f"{share:.0f} % of the peak"
+    what = f"{metrics['model']} at {size}², batch {TRAINING['batch_size']}, {TRAINING['precision']}"
+    return f"{what}: {metrics['throughput_img_per_s']:.0f} img/s, waited {metrics['data_wait_percent']:.0f} % for data, {mfu}"
 
 
 # the name of a record -> metrics -> what it says
@@ -192,8 +217,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "environment": lambda metrics: f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}",
     "kernels_check": lambda metrics: f"{len(metrics['rows'])} checks, {metrics['failed']} failed",
     "kernels": _describe_bench,
-    "training": _describe_training,
-    "collectives": _describe_collectives,
+    TRAINED: _describe_training,
     "efficiency": lambda metrics: f"{len(metrics['rows'])} rows, see [docs/speed.md](../docs/speed.md)",
 }
 

@@ -18,8 +18,6 @@ from ..core.runtime import device_label, device_slug, gpu_names
 
 Row = dict[str, Any]
 PAGE, BENCH_BLOCK, RESOURCES_BLOCK, SPILLS_BLOCK = "results/speed.md", "kernels bench", "kernels resources", "kernels spills"
-PREDICT_BLOCK = "kernels predicted"
-BLOCK = {"name": "vittt_tiny_patch16_224", "batch": 64, "side": 80}  # whose launches and bytes are counted: 1280 x 1280 pixels
 NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 WRITE_EVERY_S = 5.0
 
@@ -28,7 +26,7 @@ WRITE_EVERY_S = 5.0
 class KernelsParams:
     """What a record answers; everything else is fixed in the code."""
 
-    command: Literal["check", "bench", "resources", "predict"]
+    command: Literal["check", "bench", "resources"]
 
 
 def run_check(paths: Paths, op: str | None = None, minutes: float | None = None, *, again: bool = True) -> bool:
@@ -44,7 +42,7 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     chosen = find_operators(op)
     import torch
 
-    from kernels.tools import ahead, check, operators, text
+    from kernels.tools import check, operators, text
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -56,8 +54,6 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     table = _Table(
         paths, path, "check", device_label(device), chosen, lambda cases: range(check.count(cases, device)), one=op is not None, again=again
     )
-    if device.type == "cuda" and table.pending:
-        _report_ahead(ahead.compile_ahead([cases for cases in chosen if table.todo[cases.NAME]], _left(deadline)))
     with table:
         for cases in chosen:
             table.fill(cases, check.rows(cases, device, skip=len(table.rows[cases.NAME])), text.format_check, deadline)
@@ -148,38 +144,6 @@ def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False
             table.fill(cases, resources.rows(cases, len(table.rows[cases.NAME]), defaults), text.format_resources)
 
 
-def run_predict(paths: Paths) -> None:
-    """Count and predict what a GPU would do, without one; write results/measured/compile/predicted.json.
-
-    metrics: `block` {name, batch, side, plain, fused}, each of the last two as `traffic.count_block` counts it; `rows`, see
-    `kernels.tools.predict.rows`; `assumptions` of the model; `source_hash` of each operator.
-
-    Raises:
-        UserError: Triton is not installed, or the interpreter is chosen.
-    """
-    chosen, started = find_operators(None), time.monotonic()
-    from kernels.tools import operators, predict, resources
-
-    from ..measure.traffic import count_block
-
-    if operators.INTERPRETED:
-        raise UserError("kernels predict: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
-    kinds = {"plain": False, "fused": True}
-    block = BLOCK | {kind: count_block(**BLOCK, fused=fused) for kind, fused in kinds.items()}
-    print(", ".join(f"{kind}: {block[kind]['launches']} launches, {block[kind]['units']:.1f} units" for kind in kinds))
-    rows = []
-    for row in predict.rows(chosen):
-        print(f"{row['operator']}, {row['what']}: {row['value']} {row['unit']}", flush=True)
-        rows.append(row)
-    metrics = {"block": block, "rows": rows, "assumptions": predict.assumptions()}
-    metrics |= {"source_hash": {cases.NAME: resources.source_hash(cases) for cases in chosen}}
-    shown = {"device": "none: compiled and counted, not run", "dtype": "bf16", "backend": "triton"}
-    identity = make_identity(paths.root, ["stages.kernels"], KernelsParams(command="predict"), **shown)
-    path = paths.measured("compile") / "predicted.json"
-    write_record(path.parent, metrics, identity, time.monotonic() - started, name=path.stem)
-    print(f"written: {path.relative_to(paths.root)}")
-
-
 def find_operators(op: str | None) -> list[Any]:
     """The cases of the operator of that name; of all operators without one."""
     if importlib.util.find_spec("triton") is None:
@@ -209,8 +173,6 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
             for record in (read_json(file) for file in sorted(compiled.parent.glob("resources_triton_*.json")) if ".run." not in file.name)
         }
         passages += [(PAGE, RESOURCES_BLOCK, text.resources_table(rows, others)), (PAGE, SPILLS_BLOCK, text.describe_spills(rows, others))]
-    if (predicted := compiled.with_name("predicted.json")).is_file():
-        passages.append((PAGE, PREDICT_BLOCK, text.describe_predictions(read_json(predicted)["metrics"])))
     return passages
 
 
@@ -336,14 +298,6 @@ def _is_checked(path: Path, chosen: Iterable[Any]) -> bool:
     same = all(metrics["source_hash"].get(cases.NAME) == source_hash(cases) for cases in chosen)
     wrong = [row for row in metrics["rows"] if row["operator"] in names and row["passed"] is False]
     return has_versions(record["identity"]["versions"]) and same and not wrong and not names & set(metrics.get("unfinished", []))
-
-
-def _report_ahead(outcome: Any) -> None:
-    print(
-        f"compiled ahead: {outcome.done} of {outcome.tasks} calls, by {outcome.processes} processes in {outcome.seconds:.0f} s", flush=True
-    )
-    for problem in outcome.problems[:3]:
-        print(f"could not be compiled ahead: {problem}", flush=True)
 
 
 def _deadline(minutes: float | None) -> float | None:

@@ -62,6 +62,15 @@ class Runtime:
         return (paths.root / self.data_roots[kind]).absolute()
 
 
+# TFLOP/s of dense bf16 products by the makers' data sheets; a part of a GPU's name -> its peak
+PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "L40S": 362.05, "RTX 4090": 165.2, "B200": 2250.0}
+
+
+def find_peak(gpu: str) -> float | None:
+    """The TFLOP/s of a GPU in bf16 by its data sheet; None for one that is not in our table."""
+    return next((tflops for part, tflops in PEAK_TFLOPS.items() if part.lower() in gpu.lower()), None)
+
+
 def torch_dtype(name: str) -> Any:
     """`fp32`, `bf16` or `fp16`, as results spell them -> torch.dtype."""
     import torch

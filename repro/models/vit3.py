@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefixes
+from .backbone import Grid, register_sizes, rename_prefixes
 from .inner import full_precision
+from .shell import ClassFreeViT, build_cpe
 
-EPS = 1e-6
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
 Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, C/2)
 
@@ -94,80 +93,36 @@ class InnerTraining(nn.Module):
         w3 = _descend(w3, (-INNER_SCALE / N) * g3, dim=(-2, -1))
         return F.conv2d(q, w3, padding=1, groups=B * d).view(B, d, N).transpose(1, 2)
 
-
-class ViT3Block(nn.Module):
-    """Tokens + depth-wise convolution, then the TTT block and an MLP, each after a LayerNorm and with a residual and stochastic depth."""
-
-    def __init__(self, dim: int, num_heads: int, drop_path: float):
-        super().__init__()
-        self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
-        self.norm1 = nn.LayerNorm(dim, eps=EPS)
-        self.attn = InnerTraining(dim, num_heads)
-        self.norm2 = nn.LayerNorm(dim, eps=EPS)
-        self.mlp = Mlp(dim, 4 * dim)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-
-    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) on an (h, w) grid, row-major -> (B, N, C)."""
-        image = tokens.transpose(1, 2).unflatten(2, grid)  # a channels-last view, no copy
-        tokens = tokens + self.cpe(image).flatten(2).transpose(1, 2)
-        tokens = tokens + self.drop_path(self.attn(self.norm1(tokens), grid))
-        return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
-
-
-class ViT3(Backbone):
-    """ViT3 in timm's conventions, as a `PlainBackbone`; no parameter depends on the image size.
-
-    Args:
-        num_heads: heads of the inner gated linear unit.
-        kwargs: see `Backbone`; `pool` is always the mean.
-    """
-
-    def __init__(self, *, num_heads: int = 6, **kwargs: Any):
-        super().__init__(pool="mean", **kwargs)
-        self.num_heads = num_heads
-        self.blocks = nn.ModuleList(ViT3Block(self.embed_dim, num_heads, rate) for rate in self.drop_path_rates)
-        self.norm = nn.LayerNorm(self.embed_dim, eps=EPS)
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast weights."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_linear(module)
-
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
-        C, L, d = self.embed_dim, self.depth, self.embed_dim // self.num_heads
+        """Named counts of parameters."""
+        C, d = self.proj.out_features, self.head_dim
         qkv, proj = 3 * C + 3 * d, C + d  # outputs of the first linear layer, inputs of the second
-        return {
-            "patch_embed": self.patch_embed.weight.numel() + C,
-            "cpe": L * (9 * C + C),
-            "layer_norms": L * 4 * C + 2 * C,
-            "projections": L * ((C + 1) * qkv + (proj + 1) * C),
-            "inner_start": L * (2 * C * d + 9 * d),
-            "mlp": L * (8 * C * C + 5 * C),
-            "head": self.num_classes * (C + 1),
-        }
+        return {"projections": (C + 1) * qkv + (proj + 1) * C, "inner_start": 2 * C * d + 9 * d}
 
-    def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels.
+    def mac_terms(self, grid: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds on an (h, w) grid.
 
         The inner step has 6·N·C·d in the heads (K, its transpose and Q, each with two d x d matrices) and 2·9·N·d in the
         convolution (the gradient of its window, and its output); the damping is element-wise and free.
         """
-        C, L, d = self.embed_dim, self.depth, self.embed_dim // self.num_heads
-        h, w = self.grid_of(*image_size)
-        N = h * w
-        return {
-            "patch_embed": N * self.patch_embed.weight.numel(),
-            "cpe": L * N * 9 * C,
-            "projections": L * N * C * (3 * C + 3 * d + C + d),
-            "inner_glu": L * 6 * N * C * d,
-            "inner_conv": L * 2 * 9 * N * d,
-            "mlp": L * N * 8 * C * C,
-            "head": C * self.num_classes,
-        }
+        N, C, d = grid[0] * grid[1], self.proj.out_features, self.head_dim
+        return {"projections": N * C * (3 * C + 3 * d + C + d), "inner_glu": 6 * N * C * d, "inner_conv": 2 * 9 * N * d}
+
+
+class ViT3(ClassFreeViT):
+    """ViT3 in the shell; no parameter depends on the image size.
+
+    Args:
+        num_heads: heads of the inner gated linear unit.
+        kwargs: see `ClassFreeViT`.
+    """
+
+    def __init__(self, *, num_heads: int = 6, **kwargs: Any):
+        def build_mixer(dim: int) -> tuple[nn.Module, nn.Conv2d]:
+            cpe = build_cpe(dim)
+            return InnerTraining(dim, num_heads), cpe
+
+        super().__init__(build_mixer, num_heads=num_heads, positions="none", **kwargs)
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..benchmark.training_rate import PEAK_TFLOPS
 from ..core.config import BY_HAND, build, load_yaml, params_hash
 from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
@@ -118,14 +117,6 @@ def find_measured(results: Results, key: str, stages: Collection[str], gpu: str)
             note = f"measured: {key}, {each:,.0f} img/s in training on {record.device} ({record.path})"
             found.append(TrainingSpeed(img_per_s=each, source="measured", note=note))
     return min(found, key=lambda speed: speed.img_per_s, default=None)
-
-
-def find_peak(gpu: str) -> float:
-    """The TFLOP/s of a GPU in bf16 by its data sheet; a `UserError` for one that is not in our table."""
-    for part, tflops in PEAK_TFLOPS.items():
-        if part.lower() in gpu.lower():
-            return tflops
-    raise UserError(f"plan: {gpu}: its peak is not in our table ({', '.join(PEAK_TFLOPS)}); say it with --tflops")
 
 
 def is_of_gpu(device: str, gpu: str) -> bool:

@@ -158,13 +158,15 @@ class Watch:
     def summary(self) -> dict[str, Any]:
         """Totals since entering, of this process alone after a resume; `<name>_reason` explains each None.
 
-        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`, `peak_memory_mib`. They
-        differ from run to run (the counts, where a run was resumed), so they explain nothing and belong into run.json.
+        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`, `peak_memory_mib`,
+        and `mfu_percent` where the peak is known. They differ from run to run (the counts, where a run was resumed), so they explain
+        nothing and belong into run.json.
         """
         total = self._run + self._window
         found = self._rates(total)
         found |= {"throughput_img_per_s": found.get("img_per_s")}
         reasons = dict.fromkeys(("throughput_img_per_s", "data_wait_percent", "skip_rate_percent"), "no step was timed")
+        reasons |= {"mfu_percent": "no step was timed"} if self.flop_share else {}
         reasons["peak_memory_mib"] = f"PyTorch keeps no peak of memory on {self.device.type}"
         values = {name: found.get(name) for name in reasons} | {"skipped_steps": total["skipped"]}
         return values | {f"{name}_reason": why for name, why in reasons.items() if values[name] is None}

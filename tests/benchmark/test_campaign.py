@@ -1,19 +1,21 @@
 """`repro measure`: its steps run apart, stop in time, are continued, and outlive one that breaks. The records that a CPU can make are made."""
 
+import dataclasses
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from repro.benchmark import campaign
 from repro.benchmark.campaign import STEPS, Step, run_campaign
-from repro.benchmark.collectives import CollectivesParams, run_collectives
-from repro.benchmark.training_rate import TrainingParams, run_training
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import read_json, write_json
-from repro.measure.flops import cost
+from repro.core.record import make_identity, read_json, write_json
+from repro.training import cells
+from repro.training.job import build_job
 
 
 def note(paths, name):
@@ -91,43 +93,32 @@ def measured(checkout, name):
 def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    chosen = tuple(step for step in STEPS if step.name in ("environment", "check", "compared", "training", "collectives"))
-    with pytest.raises(RunError, match="4 of 5 steps failed") as error:
+    chosen = tuple(step for step in STEPS if step.name in ("environment", "check", "compared", "training"))
+    with pytest.raises(RunError, match="3 of 4 steps failed") as error:
         run_campaign(checkout, steps=chosen)
-    assert str(error.value).count("CUDA device") == 4
+    assert str(error.value).count("CUDA device") == 3
     metrics = read_json(measured(checkout, "environment"))["metrics"]
     assert metrics["backend"] == "numba" and metrics["machine"]
 
 
-@pytest.mark.slow
-def test_a_training_is_timed(checkout):
-    """The rate of the record is that of the steps' own seconds; a second call of the same code trains nothing."""
-    params = TrainingParams(model="vittt_nano_patch16_144", image_size=32, batch_size=128, precision="fp32", steps=8)
-    assert run_training(checkout, params, device="cpu")
-    file = measured(checkout, "training")
-    metrics = read_json(file)["metrics"]
-    late = sorted(metrics["step_ms_samples"])
-    assert metrics["steps"] == 8 and len(late) == 4 and 0 < metrics["train_loss"] < 10
-    assert late[1] - 0.01 <= metrics["step_ms"] <= late[2] + 0.01
-    assert metrics["img_per_s"] == pytest.approx(128 / metrics["step_ms"] * 1e3)
-    assert metrics["mfu_percent"] is None and "not in our table" in metrics["mfu_percent_reason"]
-    before = file.stat().st_mtime_ns
-    assert run_training(checkout, params, device="cpu") and file.stat().st_mtime_ns == before
-
-
-def test_the_share_of_the_peak_is_by_hand():
-    """Vittt-T at 224²: 1.457 G multiply-adds; a training step is three forward passes of two FLOPs each: 8.74 GFLOP an image."""
-    macs = cost("vittt_tiny_patch16_224", {}, (224, 224)).macs_g
-    assert 6 * macs == pytest.approx(8.74, abs=0.01)
-
-
-def test_processes_add_up(checkout):
-    """Two processes over gloo: 1 + 2 = 3 everywhere."""
-    assert run_collectives(checkout, CollectivesParams(mib=(1, 2)), device="cpu", processes=2)
-    metrics = read_json(measured(checkout, "collectives"))["metrics"]
-    assert metrics["world_size"] == 2 and [row["mib"] for row in metrics["rows"]] == [1, 2]
-    for row in metrics["rows"]:
-        assert row["correct"] and row["bus_gb_per_s"] == pytest.approx(row["mib"] * 2**20 / row["median_ms"] / 1e6)
+def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
+    """What would be trained on an H200 is built here, without it; where a fresh record lies nothing is trained."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: asked.extend(chosen))
+    assert campaign.time_training(checkout, None)
+    (cell,) = asked
+    assert (cell.runtime.peak_tflops, cell.runtime.data_roots, len(cell.params.seeds)) == (989.4, {"digits": "data/digits"}, 2)
+    file = checkout.measured("nvidia_h200") / f"{campaign.TRAINED}.json"
+    for modules, times in ((["repro.measure.speed"], 1), (["repro.benchmark.forms"], 2)):  # of this code, and as if of another
+        identity = make_identity(checkout.root, ["repro.measure.speed"], cell.params, device="cuda", dtype="bf16", backend="triton")
+        write_json(file, {"metrics": {}, "identity": identity | {"code_modules": modules}})
+        assert campaign.time_training(checkout, None) and len(asked) == times
+    shutil.copytree(find_root(Path(__file__).parent).results / "prepare_data/digits", checkout.results / "prepare_data/digits")
+    job = build_job(dataclasses.replace(cell, runtime=dataclasses.replace(cell.runtime, device="cpu", workers=0)), 0)
+    assert len(job.task.train) == 64 and job.precision == "bf16"
+    job.close()
 
 
 def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
@@ -135,14 +126,11 @@ def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     ((page, marker, text),) = campaign.make_passages(checkout)
     assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
     identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
-    row = {"mib": 27, "median_ms": 0.5}
     write_json(checkout.measured("cpu_x") / "environment.json", {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}})
-    write_json(checkout.measured("nvidia_h200") / "collectives.json", {"metrics": {"world_size": 2, "rows": [row]}, "identity": identity})
-    params = {"model": "vittt_tiny_patch16_224", "image_size": 224, "batch_size": 64, "precision": "bf16"}
-    metrics = {"params": params, "img_per_s": 2345.6, "mfu_percent": None, "mfu_percent_reason": "no peak"}
-    write_json(checkout.measured("nvidia_h200") / "training.json", {"metrics": metrics, "identity": identity})
+    metrics = {"model": "vittt_tiny_patch16_224", "throughput_img_per_s": 2345.6, "data_wait_percent": 3.0}
+    for device, share in (("nvidia_h200", {"mfu_percent": 2.1}), ("nvidia_k80", {})):
+        write_json(checkout.measured(device) / f"{campaign.TRAINED}.json", {"metrics": metrics | share, "identity": identity})
     ((_, _, text),) = campaign.make_passages(checkout)
-    assert text.splitlines()[2:] == [
-        "| cuda: NVIDIA H200 | `training.json` | vittt_tiny_patch16_224 at 224², batch 64, bf16: 2346 img/s, no peak | 01234567 |",
-        "| cuda: NVIDIA H200 | `collectives.json` | 2 GPU(s), all-reduce: 27 MiB 0.50 ms | 01234567 |",
-    ]
+    first, second = text.splitlines()[2:]
+    assert f"`{campaign.TRAINED}.json`" in first and "2346 img/s" in first and "2 % of the peak" in first and "01234567" in first
+    assert "2346 img/s" in second and "not in our table" in second

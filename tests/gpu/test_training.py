@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from repro.core.paths import Paths
 from repro.core.record import read_record
 from tests.gpu.conftest import PRECISIONS, SIDE
 
@@ -69,3 +70,16 @@ def test_a_training_under_torchrun(checkout, device, gpus):
     if device.type == "cuda":
         (speed,) = checkout.glob(f"results/measured/*/pretrain/{cell}.json")
         assert json.loads(speed.read_text())["metrics"]["processes"] == gpus
+
+
+def test_the_campaign_times_a_training(checkout, device):
+    """Vittt-T at 224² in bf16: the record has its rate and its share of the GPU's peak."""
+    from repro.benchmark.campaign import TRAINED, time_training
+    from repro.core.runtime import find_peak
+
+    assert time_training(Paths(checkout), None)
+    (file,) = checkout.glob(f"results/measured/*/{TRAINED}.json")
+    metrics = json.loads(file.read_text())["metrics"]
+    assert metrics["throughput_img_per_s"] > 0 and metrics["peak_memory_mib"] > 0
+    if find_peak(torch.cuda.get_device_name()):
+        assert 0 < metrics["mfu_percent"] < 100

@@ -102,7 +102,7 @@ def test_a_block_by_its_equations(options):
     q, k, v = (split(part) for part in block.attn.qkv(normed).split(C, dim=-1))
     weights = [parameter for name, parameter in block.attn.named_parameters() if name in ("w1", "w2", "w3")]
     rates = torch.sigmoid(normed @ block.attn.rate.weight.T).mT if "inner_rate" in options else None
-    mixed = learn(model.loop, weights, q, k, v, grid, rates).transpose(1, 2).flatten(2)
+    mixed = learn(block.attn.loop, weights, q, k, v, grid, rates).transpose(1, 2).flatten(2)
     expected = x + block.attn.proj(mixed)
     expected = expected + block.mlp(block.norm2(expected))
     block.positions = None

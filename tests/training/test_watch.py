@@ -95,6 +95,7 @@ def test_a_window_by_hand(tmp_path, jsonl):
             "skipped_steps": 1,
             "peak_memory_mib": None,
             "peak_memory_mib_reason": "PyTorch keeps no peak of memory on cpu",
+            "mfu_percent": 12.5,  # 3 x 10 FLOP x 10 img/s of 2 x 1200 FLOP/s
         }
     )
     assert (tmp_path / "train.jsonl").exists() == jsonl

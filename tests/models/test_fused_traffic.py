@@ -1,0 +1,69 @@
+"""Launches and bytes of a block of Vittt-T at 1280 x 1280 pixels, against counts by hand: on tensors without data, so without a GPU."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import repro.models  # noqa: F401
+from repro.models import fused_block
+
+aten = torch.ops.aten
+# views of results that nothing else has, and what only reserves memory
+FREE = {aten._unsafe_view.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
+
+
+def count_bytes(x):
+    """Of the elements that exist: an expanded axis has one."""
+    return x.element_size() * math.prod(size if stride else 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+class Traffic(TorchDispatchMode):
+    """The bytes of each operation that is no view: it reads its inputs once, and writes its outputs once."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        aliases = [each.alias_info for each in func._schema.returns]
+        is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+        if func.namespace in ("aten", "vision_ttt") and not is_view and func not in FREE:
+            tensors = {id(x): x for x in tree_leaves([args, kwargs or {}, out]) if isinstance(x, torch.Tensor)}
+            written_over = count_bytes(args[0]) if func._schema.name.endswith("_") else 0  # it is read and written
+            self.moved.append(sum(map(count_bytes, tensors.values())) + written_over)
+        return out
+
+
+def count_block(fused, side=80, batch=64):
+    """Launches, and bytes in units of the block's (B,T,D) tokens, in bf16 inference."""
+    block = timm.create_model("vittt_tiny_patch16_224", depth=1).blocks[0].eval().bfloat16()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
+        for module in block.modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, key, torch.nn.Parameter(torch.empty_like(parameter, device="cuda"), requires_grad=False))
+        tokens = torch.empty(batch, side * side, block.mixer.dim, dtype=torch.bfloat16)
+        if fused:
+            fused_block.freeze(block, side * side)
+        with Traffic() as traffic:
+            fused_block.forward(block, tokens, (side, side)) if fused else block.forward_plainly(tokens, (side, side))
+    return len(traffic.moved), sum(traffic.moved) / count_bytes(tokens)
+
+
+def test_a_plain_block():
+    """DWConv with residual and norm 7, projection 7, padding and convolutions 16, scan 8, gate, sum and norm 10, output 5, SwiGLU 29.3
+    and some for the rates: 83.5.
+    """
+    launches, units = count_block(fused=False)
+    assert units == pytest.approx(83.5, abs=0.1) and launches > 35
+
+
+def test_a_fused_block_moves_half_of_it_in_a_quarter_of_the_launches():
+    """Convolution and norm 3, projection 6.3, convolutions 6, scan 8, gate and norm 4, output 3, norm 2, SwiGLU 3.7 and 4.7, rates 0.1."""
+    launches, units = count_block(fused=True)
+    assert units == pytest.approx(40.9, abs=0.1) and launches == 11
