@@ -108,8 +108,6 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     ours, theirs = record(CELL)["metrics"], record(whole)["metrics"]
     assert (CELL / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
     assert ours["by_seed"] == theirs["by_seed"] and len({entry["weights_hash"] for entry in ours["by_seed"]}) == 2
-    for entry in ours["by_seed"]:
-        assert json.loads((CELL / f"seeds/{entry['seed']}.json").read_text())["metrics"] == entry
     assert (CELL / "curve.csv").read_bytes() == (whole / "curve.csv").read_bytes()
     assert not list(Path(".runs").rglob("*.pt"))
     top1 = [entry["top1_percent"] for entry in ours["by_seed"]]
