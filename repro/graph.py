@@ -120,14 +120,14 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
 def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
     """Why records are old -> those records under results/, the ones that were measured by hand among them, in the order of their paths.
 
-    See `repro.core.freshness.find_old`. What a seed left in the folder of its cell goes with the cell.
+    See `repro.core.freshness.find_old`.
 
     Raises:
         UserError: a damaged record.
     """
     records = {}
     for file in sorted(paths.results.rglob("*.json")):
-        content = {} if file.parent.name == "seeds" or file.name == DETAILS_FILE else read_record(file)
+        content = {} if file.name == DETAILS_FILE else read_record(file)
         if isinstance(content, dict) and isinstance(content.get("identity"), dict):
             records[file.relative_to(paths.root).as_posix()] = {"metrics": None, **content}
     found: dict[str, list[OldRecord]] = {why: [] for why in (OTHER_CODE, REPEATED, OLDER_VERSION)}

@@ -116,7 +116,7 @@ def train_cell(cell: Cell) -> None:
     """Train a cell with each of its seeds, and write its results.
 
     The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the first seed;
-    curve.csv and seeds/<n>.json of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves stays
+    curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves stays
     in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has, by the same
     parameters, data and code, are not trained again.
 
@@ -126,7 +126,7 @@ def train_cell(cell: Cell) -> None:
     started, ranks = time.monotonic(), cell.ranks
     finished = find_finished_seeds(cell)
     if ranks.first:  # what a call left that was killed at its end
-        sweep(cell.folder, *(cell.folder / part for part in ("seeds", *_FOLDERS)))
+        sweep(cell.folder, *(cell.folder / part for part in _FOLDERS))
         remove_states(cell, finished)
     outcomes: dict[int, Outcome] = {}
     job: Job | None = None
@@ -149,8 +149,6 @@ def train_cell(cell: Cell) -> None:
         place["device"] += f", {ranks.world_size} processes"
     identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
     seconds = time.monotonic() - started
-    for seed, outcome in outcomes.items():
-        write_json(cell.folder / "seeds" / f"{seed}.json", {"metrics": outcome.metrics, "identity": identity})
     write_record(cell.folder, metrics, identity, seconds, scores=cell.spec.scores)
     if job.task.device.type == "cuda":
         code = [*_code_of(cell), "repro.measure.speed"]  # it makes the record one of speed

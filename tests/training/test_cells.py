@@ -85,7 +85,11 @@ def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatc
     params, folder = SimpleNamespace(seeds=(0,)), tmp_path / "cell"
     cell = SimpleNamespace(params=params, ranks=Ranks(), paths=Paths(tmp_path), name="nano", folder=folder)
     cell.state_folder = lambda seed: tmp_path / f".runs/seed_{seed}"
-    for file in (cell.state_folder(0) / "step_1.pt", cell.state_folder(1) / "step_1.pt", folder / "seeds/.0.json.abcdefgh.tmp"):
+    for file in (
+        cell.state_folder(0) / "step_1.pt",
+        cell.state_folder(1) / "step_1.pt",
+        folder / "snapshots/.epoch_001.safetensors.abcdefgh.tmp",
+    ):
         file.parent.mkdir(parents=True)
         file.touch()
     monkeypatch.setattr(cells, "find_finished_seeds", lambda cell: {0: {}})
