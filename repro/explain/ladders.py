@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import fast_weights, inner, lact, ladder_vit3
+from ..models import fast_weights, inner, lact, vit3
 from .probes import parse_probe
 
 # the beginning of a registered name -> the module whose layers call `learn`
-_MODULES: Mapping[str, ModuleType] = {"ladder_vit3_": ladder_vit3, "lact_": lact}
+_MODULES: Mapping[str, ModuleType] = {"ladder_vit3_": vit3, "lact_": lact}
 
 
 def has_ladder(model: str) -> bool:

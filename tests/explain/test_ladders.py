@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from repro.explain.ladders import InnerLosses, change_options, has_ladder
-from repro.models import lact, ladder_vit3
+from repro.models import lact, vit3
 from repro.models.registry import build_model
 from tests.models.helpers import shaken
 
@@ -56,7 +56,7 @@ def test_the_losses_of_lact_are_those_at_the_end_of_all_chunks():
 
 
 def test_the_layers_have_their_own_function_back_also_after_an_error():
-    for module, name in ((ladder_vit3, "ladder_vit3_nano_patch4_32"), (lact, "lact_nano_patch4_32")):
+    for module, name in ((vit3, "ladder_vit3_nano_patch4_32"), (lact, "lact_nano_patch4_32")):
         run = module.learn
         with pytest.raises(RuntimeError, match="in the middle"), InnerLosses().observe(name):
             assert module.learn is not run

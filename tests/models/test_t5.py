@@ -210,22 +210,6 @@ def test_neighbours_see_what_is_projected(dwc):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"inner": "softmax", "key_norm": "none", "dwc": "none"},
-        {"inner": "projqk", "dwc": "cpe", "layer_scale": True},
-        {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0},
-    ],
-)
-@pytest.mark.parametrize("size", [(144, 144), (16, 80)])
-def test_closed_form_equals_the_operators(options, size):
-    name = "t5_nano_patch16_144"
-    counted = cost(name, options, size)
-    model = create(name, options, size, fused=False, device="meta")
-    assert counted.num_params == sum(p.numel() for p in model.parameters()) and counted_macs(model, size) == counted.macs
-
-
-@pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"inner": "3layers"}, "inner '3layers': not known; did you mean '3layer'?"),
@@ -236,32 +220,12 @@ def test_closed_form_equals_the_operators(options, size):
             {"inner": "softmax"},
             "inner softmax: attends as the pretrained model does; it goes with key_norm none, dwc none and neighbours 0",
         ),
-        ({"num_heads": 5}, "embed_dim 64 is not a multiple of num_heads 5"),
     ],
 )
 def test_wrong_options_are_one_line(options, error):
     with pytest.raises(ValueError) as found:
         create_model("t5_nano_patch16_144", **options)
     assert str(found.value).startswith(error)
-
-
-def test_the_softmax_twin_is_timms_vit_without_its_class_token():
-    ours = shaken(nano("t5", inner="softmax", key_norm="none", dwc="none"))
-    timms = create_model(
-        "vit_tiny_patch16_224",
-        img_size=144,
-        embed_dim=64,
-        depth=4,
-        num_heads=2,
-        num_classes=10,
-        class_token=False,
-        global_pool="avg",
-        fc_norm=False,
-    ).eval()
-    state = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in ours.state_dict().items()}
-    timms.load_state_dict(state)
-    x = torch.randn(2, 3, 144, 144)
-    assert relative(ours(x), timms(x)) < 1e-5
 
 
 def test_only_what_a_softmax_model_lacks_is_new():
