@@ -33,6 +33,8 @@ class FastWeights(nn.Module):
         ratio: hidden units e of the fast model, as a multiple of d.
     """
 
+    learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
+
     def __init__(self, dim: int, num_heads: int, loop: FastLoop, ratio: float = 1.0):
         super().__init__()
         self.num_heads, self.loop, self.backend = num_heads, loop, "auto"
@@ -72,7 +74,7 @@ class FastWeights(nn.Module):
         if self.momentum is not None:
             momentum = self.momentum(x_BNC).sigmoid().mT
         weights = [getattr(self, name) for name in self.weight_names]
-        out = learn(self.loop, weights, q, k, v, rates, momentum, self.selected_backend(q.dtype))
+        out = self.learn(self.loop, weights, q, k, v, rates, momentum, self.selected_backend(q.dtype))
         return self.proj(self.norm(out).transpose(1, 2).flatten(2))
 
     def param_terms(self) -> dict[str, int]:

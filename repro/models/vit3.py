@@ -58,6 +58,8 @@ class InnerTraining(nn.Module):
         loop: in place of that of the step.
     """
 
+    learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
+
     def __init__(self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1, *, loop: InnerLoop | None = None):
         super().__init__()
         if dim % num_heads:
@@ -103,7 +105,7 @@ class InnerTraining(nn.Module):
             v = v * F.silu(k @ w2)
         elif self.step.endswith("_as_run"):
             v = v * (k @ w1)
-        out = learn(self.loop, weights, q, k, v, (1, k.shape[2]))
+        out = self.learn(self.loop, weights, q, k, v, (1, k.shape[2]))
         if self.step == "v1":
             out = F.silu(q @ w2) * out
         elif self.step.endswith("_as_run"):  # so that w2 has a gradient, which is zero, and decays as it did in the paper's code
@@ -113,7 +115,7 @@ class InnerTraining(nn.Module):
     def _learn_conv(self, qkv: Tensor, grid: Grid) -> Tensor:
         """(B, N, 3d) -> (B, N, d)."""
         q, k, v = self._split(qkv, 1)
-        return learn(self.conv_loop, [self.w3[None]], q, k, v, grid)[:, 0]
+        return self.learn(self.conv_loop, [self.w3[None]], q, k, v, grid)[:, 0]
 
     def _split(self, qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
         """(B, N, 3·heads·d) -> q, or k in its place, k and v, each (B, heads, N, d)."""
