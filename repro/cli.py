@@ -26,7 +26,8 @@ class Verbs(TyperGroup):
         """The verb's own command, or its group of commands."""
         name = cmd_name.replace("-", "_")
         if name not in (known := stages.stage_names()):
-            raise UserError(f"{cmd_name}: no such verb{did_you_mean(cmd_name, map(stages.verb_of, known))}")
+            hint = did_you_mean(cmd_name, map(stages.verb_of, known)) or "; repro --help lists them"
+            raise UserError(f"{cmd_name}: no such verb{hint}")
         module = stages.load_module(name)
         if hasattr(module, "app"):
             command = typer.main.get_group(module.app)

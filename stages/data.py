@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from repro.core.runtime import usable_cores
+from repro.core.paths import find_root
+from repro.core.runtime import load_runtime, usable_cores
 from repro.data.kinds import KINDS
 
 from . import Stage
@@ -27,6 +28,8 @@ def check(
 ) -> None:
     """Check layout, counts, annotations and files of a data set; one line per finding, exit code 1 if there is an error."""
     from repro.data.check.run import Depth, run_check
+    from repro.data.pixels import limit_pixels
 
+    limit_pixels(load_runtime(find_root()).max_pixels)
     depth = Depth(full=full, sample=sample, seed=seed, workers=workers or usable_cores())
     run_check(kind, root, depth, speed=speed, emit=lambda line: print(line, flush=True))

@@ -192,7 +192,7 @@ def test_mmsegmentation_is_imported_in_one_place():
 
 def test_only_the_mixers_reach_the_kernels_from_the_models():
     users = {p.name for p in sources("repro.models") if any(name.split(".")[0] == "kernels" for name in imported(p, "repro.models"))}
-    assert users == {"adapter.py", "fused_block.py", "ladder_vittt.py", "mambavision.py", "ttt_mixer.py", "vim.py", "vmamba.py", "vrwkv.py"}
+    assert users == {"adapter.py", "fused_block.py", "mambavision.py", "ttt_mixer.py", "vim.py", "vmamba.py", "vrwkv.py"}
 
 
 def test_nothing_names_a_machine_or_a_package_index():

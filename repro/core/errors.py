@@ -4,7 +4,7 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-MOST_LISTED = 40
+_MOST_LISTED = 200  # characters; a line of more than 300 loses its middle
 INSTALL = "python -m pip install --no-deps -r requirements.lock"  # the fix where a package is missing or too old
 
 
@@ -46,9 +46,11 @@ def blame(where: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The end of an error line about an unknown name: `; did you mean 'vim'?`, or `; known: ...` where none of a few is close."""
+    """The end of an error line about an unknown name: `; did you mean 'vim'?`, or `; known: ...` where none is close
+    and a line has room for all of them."""
     names = [str(each) for each in known]
     close = difflib.get_close_matches(str(name), names, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= MOST_LISTED else ""
+    listed = ", ".join(names)
+    return f"; known: {listed}" if 0 < len(listed) <= _MOST_LISTED else ""

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from .findings import BadData, Finding
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # no other decoder of Pillow gets to see a file
+MOST_OBLONG = 50  # scaled to the size of a model by its short side, a longer picture becomes enormous
 # what reading a file raises that cannot be read
 UNREADABLE = (OSError, ValueError, EOFError)
 Image.MAX_IMAGE_PIXELS = None  # the limit is the one below
@@ -41,7 +42,8 @@ def open_image(content: bytes, name: object, *, upright: bool = True) -> Image.I
     Of an animation it is the first frame, which is said once. `name` is what messages call the image.
 
     Raises:
-        ValueError: in one line, what is wrong: damaged bytes, another format, or more than `max_pixels` by its header.
+        ValueError: in one line, what is wrong: damaged bytes, another format, or by its header more than `max_pixels`
+            or sides whose ratio is above `MOST_OBLONG`.
     """
     try:
         # Pillow warns about EXIF data that are odd but readable
@@ -49,6 +51,8 @@ def open_image(content: bytes, name: object, *, upright: bool = True) -> Image.I
             image = Image.open(io.BytesIO(content), formats=FORMATS)
             if image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width}×{image.height} pixels, more than runtime.max_pixels: {max_pixels:,}")
+            if max(image.size) > MOST_OBLONG * min(image.size):
+                raise ValueError(f"{image.width}×{image.height} pixels; crop it, a side may be {MOST_OBLONG} times the other")
             # a photo of several pictures is no animation
             if getattr(image, "is_animated", False) and image.format != "MPO" and not _animated:
                 _animated.append(str(name))

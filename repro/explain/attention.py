@@ -14,7 +14,8 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from ..models.backbone import Grid
-from ..models.t5 import T5, Mixer
+from ..models.inner_mixer import InnerMixer
+from ..models.t5 import T5
 
 SIDE = 5  # of the lattice of the tokens that look
 
@@ -114,7 +115,7 @@ def summarise_looks(looks: Mapping[str, Look], reference: str | None) -> dict[st
 
 def _find_layers(model: nn.Module) -> list[nn.Module]:
     layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
-    known = all(isinstance(layer, Mixer | Attention) for layer in layers)
+    known = all(isinstance(layer, InnerMixer | Attention) for layer in layers)
     plain = known and all(isinstance(getattr(layer, name, None), nn.Identity | None) for layer in layers for name in ("q_norm", "k_norm"))
     if not layers or not plain:
         raise ValueError(f"{type(model).__name__} has no softmax attention, and nothing that was put in the place of one")
@@ -135,7 +136,7 @@ def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> l
 
 def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens: Sequence[int]) -> Tensor:
     """(B, h, n, N) of one layer, not normalised."""
-    if isinstance(layer, Mixer):
+    if isinstance(layer, InnerMixer):
         return measure_implicit_attention(lambda *qkv: layer.mix(*qkv, grid), q, k, v, layer.num_heads, tokens).detach()
     heads_q, heads_k = (each.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for each in (q[:, tokens], k))
     return (heads_q @ heads_k.mT * layer.scale).softmax(-1)

@@ -5,23 +5,22 @@ See `repro.explain.probes` for those of Vittt, whose operator is observed instea
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models import fast_weights, inner, lact, ladder_vit3
+from ..models import fast_weights, inner
 from .probes import parse_probe
 
-# the beginning of a registered name -> the module whose layers call `learn`
-_MODULES: Mapping[str, ModuleType] = {"ladder_vit3_": ladder_vit3, "lact_": lact}
+_PREFIXES = ("ladder_vit3_", "lact_")  # of registered names
 
 
 def has_ladder(model: str) -> bool:
     """Whether a model of this registered name is probed here."""
-    return model.startswith(tuple(_MODULES))
+    return model.startswith(_PREFIXES)
 
 
 def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
@@ -47,32 +46,29 @@ class InnerLosses:
     count: int = 0
 
     @contextlib.contextmanager
-    def observe(self, model: str) -> Iterator[None]:
-        """While it lasts, note the losses of all layers of the model of this registered name that run; convolutions do not count.
-
-        The function `learn` that these layers call is replaced, and put back at the end.
-        """
-        module = next(module for prefix, module in _MODULES.items() if model.startswith(prefix))
-        run = module.learn
-
-        def learn(loop: Any, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-            if isinstance(loop, fast_weights.FastLoop):
-                at_end = dataclasses.replace(loop, order="end")
-                self._note(fast_weights.read_out(weights, k), run(at_end, weights, k, k, v, *rest), v)
-            elif not inner.MODELS[loop.model].on_grid:
-                self._note(inner.read_out(loop, weights, k, *rest), run(loop, weights, k, k, v, *rest), v)
-            return run(loop, weights, q, k, v, *rest)
-
-        module.learn = learn
+    def observe(self, model: nn.Module) -> Iterator[None]:
+        """Note the losses of all inner loops of a model that run inside the context, but for those of convolutions."""
+        layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
+        for layer in layers:
+            layer.learn = functools.partial(self._learn, layer.learn)
         try:
             yield
         finally:
-            module.learn = run
+            for layer in layers:
+                del layer.learn  # that of its class is there again
 
     @property
     def means(self) -> tuple[float, float]:
         """Before and after."""
         return self.before / self.count, self.after / self.count
+
+    def _learn(self, run: Callable[..., Tensor], loop: Any, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        if isinstance(loop, fast_weights.FastLoop):
+            at_end = dataclasses.replace(loop, order="end")
+            self._note(fast_weights.read_out(weights, k), run(at_end, weights, k, k, v, *rest), v)
+        elif not inner.MODELS[loop.model].on_grid:
+            self._note(inner.read_out(loop, weights, k, *rest), run(loop, weights, k, k, v, *rest), v)
+        return run(loop, weights, q, k, v, *rest)
 
     def _note(self, before: Tensor, after: Tensor, v: Tensor) -> None:
         self.before -= (before * v).sum(dtype=torch.float64).item()

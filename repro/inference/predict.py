@@ -20,8 +20,6 @@ from ..models.weights import is_foreign
 from ..tasks import load_tasks
 from ..tasks.spec import Predictor
 
-MOST_OBLONG = 50  # sides of a picture; when the short one of others is scaled to the size of the training, the long one explodes
-
 
 def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
     """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write <output>/<picture>.png.
@@ -106,9 +104,5 @@ def _read(files: list[Path], predictor: Predictor, unread: list[UserError]) -> I
             pixels = read_pixels(path)
         except UserError as error:
             unread.append(error)
-            continue
-        height, width = pixels.shape[:2]
-        if max(height, width) > MOST_OBLONG * min(height, width):
-            unread.append(UserError(f"{path}: {width}x{height} pixels; a side may be {MOST_OBLONG} times the other; crop it"))
             continue
         yield path, predictor.prepare(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())

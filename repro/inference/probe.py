@@ -92,12 +92,12 @@ def _run_operator(classifier: Classifier, tree: Tree, name: str, workers: int) -
 
 
 def _run_ladder(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], tuple[float, float]]:
-    """Of a ladder, which is built anew with other options and the same weights."""
+    """Rebuild a ladder with the probe's options and load the same weights."""
     checkpoint = classifier.checkpoint
     options = checkpoint.options if name == UNCHANGED else change_options(checkpoint.options, name)
     model = build_model(checkpoint.model, **options).to(classifier.device).eval().requires_grad_(False)
     model.load_state_dict(classifier.model.state_dict())
     losses = InnerLosses()
-    with losses.observe(checkpoint.model):
+    with losses.observe(model):
         scores = dataclasses.replace(classifier, model=model).measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
     return scores, losses.means

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..models.dit import Denoiser
-from ..models.t5 import KeyNorm
+from ..models.inner_mixer import KeyNorm
 from . import build
 from .flops import OperatorCounter, cost
 

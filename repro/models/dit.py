@@ -16,15 +16,15 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from timm.layers import Mlp
-from timm.layers.attention import Attention
 from timm.models import checkpoint
 from torch import Tensor, nn
 
 from ..core.errors import UserError
 from .backbone import Grid, OperatorModel, rename_keys
 from .inner import InnerLoop
+from .inner_mixer import InnerMixer
 from .registry import register_denoisers
-from .t5 import Mixer
+from .shell import SoftmaxMixer, add_convolved, build_cpe
 from .t5 import official_state_dict as official_t5
 from .vit3 import InnerTraining
 
@@ -47,7 +47,7 @@ class DiTBlock(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, mixer: Literal["softmax", "ttt", "t5"], cpe: bool):
         super().__init__()
-        self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if cpe else None
+        self.cpe = build_cpe(dim) if cpe else None
         self.norm1 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
         self.attn = build_mixer(mixer, dim, num_heads)
         self.norm2 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
@@ -56,11 +56,10 @@ class DiTBlock(nn.Module):
 
     def forward(self, tokens: Tensor, grid: Grid, condition: Tensor) -> Tensor:
         """Tokens (B, N, C), row-major on an (h, w) grid, and the condition (B, C) -> (B, N, C)."""
-        if self.cpe is not None:
-            tokens = tokens + self.cpe(tokens.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)
+        tokens = add_convolved(tokens, self.cpe, grid)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
         mixed = modulate(self.norm1(tokens), shift1, scale1)
-        tokens = tokens + gate1 * (self.attn(mixed) if isinstance(self.attn, Attention) else self.attn(mixed, grid))
+        tokens = tokens + gate1 * self.attn(mixed, grid)
         return tokens + gate2 * self.mlp(modulate(self.norm2(tokens), shift2, scale2))
 
 
@@ -121,14 +120,14 @@ class Denoiser(OperatorModel):
         for weight in (self.class_embed.weight, self.time_embed[0].weight, self.time_embed[2].weight):
             nn.init.normal_(weight, std=0.02)
         for block in self.blocks:
-            if isinstance(block.attn, Mixer):
+            if isinstance(block.attn, InnerMixer):
                 block.attn.init_weights()
         for linear in (*(block.modulation for block in self.blocks), self.modulation, self.head):
             nn.init.zeros_(linear.weight)
 
     def new_parameters(self) -> set[str]:
         """The names of the parameters that a DiT of the same shell does not have; of a DiT5 alone."""
-        mixers = {f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, Mixer)}
+        mixers = {f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, InnerMixer)}
         return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 
     def grid_of(self, height: int, width: int) -> Grid:
@@ -168,18 +167,12 @@ class Denoiser(OperatorModel):
     def param_terms(self) -> dict[str, int]:
         """Named counts of parameters that add up to the model's own; releases also count their fixed table of N·C positions."""
         C, L = self.embed_dim, self.depth
-        d = C // self.num_heads
-        ttt, t5 = self.mixer == "ttt", self.mixer == "t5"
-        projections = (C + 1) * (3 * C + 3 * d) + (C + d + 1) * C if ttt else 4 * C * C + 4 * C
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
             "time_embed": (WAVES + 1) * C + (C + 1) * C,
             "class_embed": (self.num_classes + 1) * C,
             "cpe": L * 10 * C * self.cpe,
-            "projections": L * projections,
-            "inner_start": L * ((2 * C * d + 9 * d) * ttt + 2 * C * d * t5),
-            "scales": L * 4 * C * t5,
-            "convolutions": L * 20 * C * t5,
+            **{name: L * count for name, count in self.blocks[0].attn.param_terms().items()},
             "mlp": L * (8 * C * C + 5 * C),
             "modulation": L * 6 * C * (C + 1) + 2 * C * (C + 1),
             "head": (C + 1) * self.head.out_features,
@@ -188,20 +181,13 @@ class Denoiser(OperatorModel):
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Named counts of multiply-adds for one input of (H, W): latents of a VAE are an eighth of the image's height and width."""
         C, L = self.embed_dim, self.depth
-        d = C // self.num_heads
-        h, w = self.grid_of(*image_size)
-        N, ttt, t5 = h * w, self.mixer == "ttt", self.mixer == "t5"
+        grid = self.grid_of(*image_size)
+        N = grid[0] * grid[1]
         return {
             "patch_embed": N * self.patch_embed.weight.numel(),
             "time_embed": (WAVES + C) * C,
             "cpe": L * N * 9 * C * self.cpe,
-            "projections": L * N * C * ((3 * C + 3 * d + C + d) if ttt else 4 * C),
-            "attention": L * 2 * N * N * C * (self.mixer == "softmax"),
-            "inner_glu": L * 6 * N * C * d * ttt,
-            "inner_mlp": L * self.num_heads * T5_LOOP.count_macs(N, d) * t5,
-            "neighbours": L * 2 * N * min(WINDOW, h) * min(WINDOW, w) * C * t5,
-            "convolutions": L * 2 * 9 * N * C * t5,
-            "inner_conv": L * 2 * 9 * N * d * ttt,
+            **{name: L * count for name, count in self.blocks[0].attn.mac_terms(grid).items()},
             "mlp": L * N * 8 * C * C,
             "modulation": L * 6 * C * C + 2 * C * C,
             "head": N * C * self.head.out_features,
@@ -214,8 +200,8 @@ def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
     That of DiT5 has two layers that learn by the squared error, q and k with a scale and an offset, and half neighbourhood attention.
     """
     if mixer == "t5":
-        return Mixer(dim, num_heads, "2layer", "instance", "qk", WINDOW, loop=T5_LOOP, affine=True)
-    return InnerTraining(dim, num_heads) if mixer == "ttt" else Attention(dim, num_heads, qkv_bias=True)
+        return InnerMixer(dim, num_heads, T5_LOOP, "instance", "qk", WINDOW, affine=True)
+    return InnerTraining(dim, num_heads) if mixer == "ttt" else SoftmaxMixer(dim, num_heads)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ def is_plain(reading: Reading) -> bool:
 def can_fuse(block: Any, tokens: Tensor) -> bool:
     """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here."""
     mixer, dtype = block.mixer, product_dtype(tokens)
-    if block.pool not in ("mean", "max") or block.dwconv is None or not is_plain(block.reading) or mixer.backend not in ("auto", "triton"):
+    is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and is_plain(block.reading) and mixer.step == "own"
+    if not is_vittts or mixer.backend not in ("auto", "triton"):
         return False
     try:
         return "triton" == selected_backend(mixer.backend, tokens.device, dtype=dtype) == mixer.selected_backend(dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .backbone import Grid, init_linear, register_sizes, rename_prefixes
 from .hierarchy import Hierarchy, Stage
+from .shell import build_cpe
 from .vit3 import InnerTraining, Rotation
 
 EPS = 1e-5  # of the LayerNorms
@@ -73,7 +74,7 @@ class HViT3Block(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
         super().__init__()
-        self.cpe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.cpe = build_cpe(dim)
         self.norm1 = nn.LayerNorm(dim, eps=EPS)
         self.attn = InnerTraining(dim, num_heads)
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
@@ -137,12 +138,11 @@ class HViT3(Hierarchy):
         """Named counts of parameters that add up to the model's own."""
         terms = {"stem": sum(p.numel() for p in self.patch_embed.parameters())}
         terms |= dict.fromkeys(("downsampling", "cpe", "layer_norms", "projections", "inner_start", "mlp"), 0)
-        for C, L, heads in zip(self.widths, self.depths, self.num_heads, strict=True):
-            d = C // heads
+        for C, L, stage in zip(self.widths, self.depths, self.stages, strict=True):
             terms["cpe"] += L * 10 * C
             terms["layer_norms"] += L * 4 * C
-            terms["projections"] += L * ((C + 1) * (3 * C + 3 * d) + (C + d + 1) * C)
-            terms["inner_start"] += L * (2 * C * d + 9 * d)
+            for name, count in stage.blocks[0].attn.param_terms().items():
+                terms[name] += L * count
             terms["mlp"] += L * (8 * C * C + 45 * C)
         for before, C in pairwise(self.widths):
             terms["downsampling"] += (before + 1) * 4 * C + 10 * 4 * C + (4 * C + 1) * C + 2 * C
@@ -151,18 +151,17 @@ class HViT3(Hierarchy):
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Named counts of multiply-adds for one image of (H, W) pixels.
 
-        The inner step has 6·N·C·d in the heads and 2·9·N·d in the convolution, as in `ViT3.mac_terms`. What is padded is counted.
+        The TTT blocks' are those of `InnerTraining.mac_terms`. What is padded is counted.
         """
-        sizes = [h * w for h, w in self.grids_of(*image_size)]
+        grids = self.grids_of(*image_size)
+        sizes = [h * w for h, w in grids]
         e, half = self.widths[0], self.widths[0] // 2
         terms = {"stem": sizes[0] * (4 * (9 * self.in_chans * half + 2 * 9 * half**2) + 9 * half * 4 * e + 4 * e * e)}
         terms |= dict.fromkeys(("downsampling", "cpe", "projections", "inner_glu", "inner_conv", "mlp"), 0)
-        for N, C, L, heads in zip(sizes, self.widths, self.depths, self.num_heads, strict=True):
-            d = C // heads
+        for grid, N, C, L, stage in zip(grids, sizes, self.widths, self.depths, self.stages, strict=True):
             terms["cpe"] += L * N * 9 * C
-            terms["projections"] += L * N * C * (3 * C + 3 * d + C + d)
-            terms["inner_glu"] += L * 6 * N * C * d
-            terms["inner_conv"] += L * 2 * 9 * N * d
+            for name, count in stage.blocks[0].attn.mac_terms(grid).items():
+                terms[name] += L * count
             terms["mlp"] += L * N * (8 * C * C + 9 * 4 * C)
         for N, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True):
             terms["downsampling"] += 4 * N * before * 4 * C + N * (9 * 4 * C + 4 * C * C)

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import did_you_mean
-from .backbone import Backbone, Grid, init_linear, register_sizes, resample_positions
+from .backbone import Grid, register_sizes
 from .fast_weights import LADDER, FastLoop, choose_form, learn
-from .t5 import Block
+from .shell import ClassFreeViT, require_choice
 
 EPS = 1e-5  # of the norms of q, k and the output
 BASE_RATE = 0.01  # of each token before training, as in LaCT's models of images
@@ -34,6 +33,8 @@ class FastWeights(nn.Module):
         ratio: hidden units e of the fast model, as a multiple of d.
     """
 
+    learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
+
     def __init__(self, dim: int, num_heads: int, loop: FastLoop, ratio: float = 1.0):
         super().__init__()
         self.num_heads, self.loop, self.backend = num_heads, loop, "auto"
@@ -44,7 +45,8 @@ class FastWeights(nn.Module):
         self.rates = nn.Linear(dim, num_heads * len(loop.learned), bias=False) if loop.rates else None
         self.momentum = nn.Linear(dim, num_heads) if loop.momentum else None
         self.norm = nn.RMSNorm(d, eps=EPS)
-        shapes = loop.shapes(d, int(ratio * d))
+        self.widths = d, int(ratio * d)  # of a head and of the fast model's hidden units
+        shapes = loop.shapes(*self.widths)
         self.weight_names = ("s",) if loop.linear else ("w0", "w1", "w2")
         for name, shape in zip(self.weight_names, shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *shape)))
@@ -72,20 +74,38 @@ class FastWeights(nn.Module):
         if self.momentum is not None:
             momentum = self.momentum(x_BNC).sigmoid().mT
         weights = [getattr(self, name) for name in self.weight_names]
-        out = learn(self.loop, weights, q, k, v, rates, momentum, self.selected_backend(q.dtype))
+        out = self.learn(self.loop, weights, q, k, v, rates, momentum, self.selected_backend(q.dtype))
         return self.proj(self.norm(out).transpose(1, 2).flatten(2))
 
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters."""
+        C, h, loop = self.proj.in_features, self.num_heads, self.loop
+        return {
+            "projections": 4 * C * C,
+            "rates_and_momentum": h * (C * len(loop.learned) * loop.rates + (C + 1) * loop.momentum),
+            "inner_start": h * sum(rows * columns for rows, columns in loop.shapes(*self.widths)),
+            "inner_norms": self.widths[0],
+        }
 
-class LaCT(Backbone):
-    """LaCT in timm's conventions, as a `PlainBackbone`.
+    def mac_terms(self, grid: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds on an (h, w) grid, of the recurrent form."""
+        N, C, h, loop = grid[0] * grid[1], self.proj.in_features, self.num_heads, self.loop
+        return {
+            "projections": N * 4 * C * C,
+            "rates_and_momentum": N * h * C * (len(loop.learned) * loop.rates + loop.momentum),
+            "inner_learner": h * loop.count_macs(N, *self.widths),
+        }
+
+
+class LaCT(ClassFreeViT):
+    """LaCT in the shell.
 
     Args:
         num_heads: heads h.
         step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LADDER`.
         muon, norm, order, chunk_size, inner_steps: of `FastLoop`; None for what `step` says.
         inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
-        position_std: the deviation of the positions' start.
-        kwargs: see `Backbone`; `pool` is always the mean.
+        kwargs: see `ClassFreeViT`.
 
     A choice that is not known is a ValueError.
     """
@@ -101,79 +121,13 @@ class LaCT(Backbone):
         chunk_size: int = 64,
         inner_steps: int = 1,
         inner_ratio: float = 1.0,
-        position_std: float = 0.02,
         **kwargs: Any,
     ):
-        super().__init__(pool="mean", **kwargs)
-        if step not in LADDER:
-            raise ValueError(f"step {step!r}: not known{did_you_mean(step, LADDER)}")
-        if self.embed_dim % num_heads:
-            raise ValueError(f"embed_dim {self.embed_dim} is not a multiple of num_heads {num_heads}")
+        require_choice("step", step, tuple(LADDER))
         chosen = {name: value for name, value in {"muon": muon, "norm": norm}.items() if value is not None}
         schedule = {"order": order, "chunk_size": chunk_size, "steps": inner_steps}
-        self.loop = FastLoop(**LADDER[step] | chosen | schedule)
-        self.num_heads, self.inner_ratio, self.position_std = num_heads, inner_ratio, position_std
-        C = self.embed_dim
-        self.pos_embed = nn.Parameter(torch.empty(1, self.grid_size[0] * self.grid_size[1], C))
-        shared = {"hidden": 4 * C, "cpe": False, "layer_scale": False, "norm_eps": 1e-6}
-        self.blocks = nn.ModuleList(
-            Block(C, FastWeights(C, num_heads, self.loop, inner_ratio), **shared, drop_path=rate) for rate in self.drop_path_rates
-        )
-        self.norm = nn.LayerNorm(C, eps=1e-6)
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, positions trunc_normal `position_std`, fast weights as `FastWeights` has them."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_linear(module)
-            elif isinstance(module, FastWeights):
-                module.init_weights()
-        nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
-
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens with positions (B, N, C), and their (h, w) grid; raises as `patches`."""
-        tokens, grid = self.patches(x)
-        return tokens + resample_positions(self.pos_embed, self.grid_size, grid), grid
-
-    def no_weight_decay(self) -> set[str]:
-        """The positions, as in DeiT."""
-        return {"pos_embed"}
-
-    def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
-        C, L, h = self.embed_dim, self.depth, self.num_heads
-        d, e = self._widths()
-        return {
-            "patch_embed": self.patch_embed.weight.numel() + C,
-            "positions": self.grid_size[0] * self.grid_size[1] * C,
-            "layer_norms": L * 4 * C + 2 * C,
-            "projections": L * 4 * C * C,
-            "rates_and_momentum": L * h * (C * len(self.loop.learned) * self.loop.rates + (C + 1) * self.loop.momentum),
-            "inner_start": L * h * sum(rows * columns for rows, columns in self.loop.shapes(d, e)),
-            "inner_norms": L * d,
-            "mlp": L * (8 * C * C + 5 * C),
-            "head": self.num_classes * (C + 1),
-        }
-
-    def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels, of the recurrent form."""
-        C, L, h = self.embed_dim, self.depth, self.num_heads
-        rows, columns = self.grid_of(*image_size)
-        N = rows * columns
-        return {
-            "patch_embed": N * self.patch_embed.weight.numel(),
-            "projections": L * N * 4 * C * C,
-            "rates_and_momentum": L * N * h * C * (len(self.loop.learned) * self.loop.rates + self.loop.momentum),
-            "inner_learner": L * h * self.loop.count_macs(N, *self._widths()),
-            "mlp": L * N * 8 * C * C,
-            "head": C * self.num_classes,
-        }
-
-    def _widths(self) -> tuple[int, int]:
-        """Head dimension and hidden units of the fast model."""
-        d = self.embed_dim // self.num_heads
-        return d, int(self.inner_ratio * d)
+        loop = FastLoop(**LADDER[step] | chosen | schedule)
+        super().__init__(lambda dim: (FastWeights(dim, num_heads, loop, inner_ratio), None), num_heads=num_heads, **kwargs)
 
 
 register_sizes(

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
+from kernels.dispatch import no_autocast
 from kernels.ttt_linear.op import one_direction
+from kernels.ttt_linear.plain import ttt_linear_plain
 from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
 
 from .backbone import convolve_scans, init_linear, pad_for_scans
@@ -19,6 +21,12 @@ from .reading import Reading
 # Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
+# what paper 004 changes in the inner learner: `ascent` learns up the loss, `q_is_k` reads out keys, `plain` leaves the LayerNorm and the
+# bias out, and `dot` takes the dot product for its loss, too
+Step = Literal["own", "ascent", "q_is_k", "plain", "dot"]
+STEPS: tuple[Step, ...] = get_args(Step)
+REDUCIBLE = ("plain", "dot")  # to linear attention, by a parallel form
+_NORM = "backend parallel: the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"
 DESIGNS: tuple[Design, ...] = get_args(Design)
 W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
@@ -39,15 +47,17 @@ def conv1d_names(design: Design, reading: Reading) -> tuple[str, ...]:
     return ("conv_k" if reading.conv1d_arrival == "key_with_gate" else "conv_q",)
 
 
-def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int) -> int:
-    """Multiply-adds of the inner learner in one direction.
+def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, step: Step = "own") -> int:
+    """Multiply-adds of the inner learner in one direction, of the recurrent form.
 
     Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n tokens. The
-    last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk.
+    last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not move on the state of the last
+    chunk, and with the dot product forms no prediction.
     """
     b = chunk_size or tokens
+    saved = ((tokens - 1) % b + 1) * (step in REDUCIBLE) + tokens * (step == "dot")
     squares = tokens // b * b * b + (tokens % b) ** 2
-    return heads * (3 * tokens * head_dim * head_dim + 2 * squares * head_dim)
+    return heads * ((3 * tokens - saved) * head_dim * head_dim + 2 * squares * head_dim)
 
 
 def rate_of(arguments: Arguments, r: int) -> Tensor:
@@ -79,6 +89,7 @@ class TTTMixer(nn.Module):
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
         eps: of the inner and the outer LayerNorms.
         reading: how the paper is read where it leaves a choice.
+        step: the inner learner, of `STEPS`.
     """
 
     def __init__(
@@ -92,12 +103,13 @@ class TTTMixer(nn.Module):
         w0: W0Mode = "per_direction",
         eps: float = 1e-6,
         reading: Reading = Reading(),
+        step: Step = "own",
     ):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
-        self.chunk_size, self.eps, self.backend, self.reading = chunk_size, eps, "auto", reading
+        self.chunk_size, self.eps, self.backend, self.reading, self.step = chunk_size, eps, "auto", reading, step
         self.built_chunk = chunk_size or num_tokens
         self.directions = 2 if design_has(design, "dual") else 1
         self.separate_q = not design_has(design, "share_qk")
@@ -135,6 +147,14 @@ class TTTMixer(nn.Module):
         }[reading.post_norm]()
         self.out_proj = nn.Linear(dim, dim, bias=reading.out_bias)
         self.reset_parameters()
+        # what nothing reads is neither learned nor saved
+        if step == "q_is_k" and hasattr(self, "conv_q"):
+            del self.conv_q
+        if step in REDUCIBLE:
+            for name in ("b0", "ln_weight", "ln_bias"):
+                unused = getattr(self, name).detach()
+                delattr(self, name)
+                self.register_buffer(name, unused, persistent=False)
 
     def reset_parameters(self) -> None:
         """Initialise this module's own parameters; convolutions keep PyTorch's default."""
@@ -154,15 +174,34 @@ class TTTMixer(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
         gate, arguments = self._project(x_BTD)
+        z = self._learn_plainly(arguments) if self.step in REDUCIBLE else self._learn(arguments)
+        return self.out_proj(self._merge(z.flatten(3), gate))
+
+    def _learn(self, arguments: Arguments) -> Tensor:
+        """The outputs of the inner learners, (B, T, R, H, d)."""
+        self._refuse_parallel()
         options = {"chunk_size": arguments.chunk_size, "eps": self.eps, "backend": self.backend}
         if self.directions == 2 and self.reading.learning_rate == "shared":
             z = ttt_linear_bidir(*arguments[:9], **options)
         else:
             scans = [one_direction(arguments._replace(lr=rate_of(arguments, r))[:9], r) for r in range(self.directions)]
             z = torch.stack([ttt_linear(*scan, reverse=flag, **options) for scan, flag in zip(scans, arguments.reverse, strict=True)], 2)
-        if not self.reading.inner_residual:
-            z = z - arguments.q
-        return self.out_proj(self._merge(z.flatten(3), gate))
+        return z if self.reading.inner_residual else z - arguments.q
+
+    def _learn_plainly(self, arguments: Arguments) -> Tensor:
+        """The outputs of inner learners without LayerNorm and bias, (B, T, R, H, d)."""
+        o = arguments
+        target = o.v.to(torch.promote_types(o.v.dtype, torch.float32)) - o.k
+        options = {"loss": "mse" if self.step == "plain" else "dot", "chunk_size": o.chunk_size, "form": self.selected_backend(o.q.dtype)}
+        with no_autocast(o.q.device.type):
+            scans = [
+                ttt_linear_plain(
+                    *(x[:, :, r] for x in (o.q, o.k, target)), rate_of(o, r), o.token_scale[r], o.W0[r], reverse=flag, **options
+                )
+                for r, flag in enumerate(o.reverse)
+            ]
+        z = torch.stack(scans, 2)
+        return z + o.q if self.reading.inner_residual else z
 
     def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
         """The sum of the directions (B, T, D), with norm and gate where the reading puts them."""
@@ -201,16 +240,33 @@ class TTTMixer(nn.Module):
         if self.reading.inner_target == "v":
             v = v + k
         inner = (x.expand(R, H, d) for x in (self.b0, self.ln_weight, self.ln_bias))
+        if self.step == "q_is_k":
+            q = k
         state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), *inner
         return gate, Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, reverse, self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for."""
+        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for.
+
+        For `plain` and `dot` it is `recurrent` or `parallel`, which `auto` takes on a GPU.
+        """
+        if self.step in REDUCIBLE:
+            on_gpu = self.out_proj.weight.is_cuda
+            return "parallel" if self.backend == "parallel" or (self.backend == "auto" and on_gpu) else "recurrent"
+        self._refuse_parallel()
         return selected_backend(self.backend, self.b0.device, head_dim=self.head_dim, chunk_size=self.built_chunk, dtype=dtype)
 
+    def _refuse_parallel(self) -> None:
+        if self.backend == "parallel":
+            raise ValueError(_NORM)
+
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction has its own."""
+        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction has its own.
+
+        They are below 0 for steps up the loss.
+        """
         rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.reading.eta_base / self.head_dim)
+        rates = -rates if self.step == "ascent" else rates
         return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
 
     def scale_per_token(self, chunk_size: int) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from . import fused_block
 from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, remove_tokens, resample_positions
 from .reading import Reading
-from .ttt_mixer import DESIGNS, W0_MODES, Design, TTTMixer, W0Mode, conv1d_names, design_has, ttt_linear_macs
+from .shell import require_choice
+from .ttt_mixer import DESIGNS, REDUCIBLE, STEPS, W0_MODES, Design, Step, TTTMixer, W0Mode, conv1d_names, design_has, ttt_linear_macs
 
 Pool = Literal["mean", "max", "head", "mid", "double"]  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
 POOLS: tuple[Pool, ...] = get_args(Pool)
@@ -102,10 +103,11 @@ class Vittt(Backbone):
         chunk_size: tokens per inner gradient step, the paper's b (Fig. 7a); 0 takes the whole sequence as one chunk.
         w0: initial states of the inner learner (Fig. 7b).
         reading: how the paper is read where it leaves a choice, a `Reading` or its text.
+        step: the inner learner, see `repro.models.ttt_mixer.STEPS`.
         kwargs: see `Backbone`.
 
     Raises:
-        ValueError: an unknown design, pool, w0 or reading, or sizes that do not fit.
+        ValueError: an unknown design, pool, w0, reading or step, or sizes that do not fit.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class Vittt(Backbone):
         chunk_size: int = 16,
         w0: W0Mode = "per_direction",
         reading: Reading | str | Mapping[str, Any] = "",
+        step: Step = "own",
         **kwargs: Any,
     ):
+        require_choice("step", step, STEPS)
         reading = Reading.of(reading)
         for name, value, known in (("design", design, DESIGNS), ("pool", pool, POOLS), ("w0", w0, W0_MODES)):
             if value not in known:
@@ -126,7 +130,7 @@ class Vittt(Backbone):
         if chunk_size < 0:
             raise ValueError(f"chunk_size {chunk_size} is negative; 0 takes the whole sequence as one chunk")
         super().__init__(pool=pool, **kwargs)
-        self.num_heads, self.design, self.chunk_size, self.w0, self.reading = num_heads, design, chunk_size, w0, reading
+        self.num_heads, self.design, self.chunk_size, self.w0, self.reading, self.step = num_heads, design, chunk_size, w0, reading, step
         D, num_patches = self.embed_dim, self.grid_size[0] * self.grid_size[1]
         num_class_tokens = len(self.prefix_positions(num_patches))
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches, D)) if reading.positions != "none" else None
@@ -134,7 +138,7 @@ class Vittt(Backbone):
             self.cls_token = nn.Parameter(torch.empty(1, num_class_tokens, D))
         rows = count_class_rows(reading, num_class_tokens)
         self.cls_pos_embed = nn.Parameter(torch.empty(1, rows, D)) if rows else None
-        options = {"design": design, "chunk_size": chunk_size, "w0": w0, "pool": pool, "reading": reading}
+        options = {"design": design, "chunk_size": chunk_size, "w0": w0, "pool": pool, "reading": reading, "step": step}
         self.blocks = nn.ModuleList(
             VitttBlock(D, num_heads, num_patches + num_class_tokens, drop_path=rate, **options) for rate in self.drop_path_rates
         )
@@ -204,7 +208,7 @@ class Vittt(Backbone):
             "dwconv": L * (9 + reading.dwconv_bias) * D * design_has(self.design, "conv2d"),
             "learning_rate": L * self.num_rates * (D * H + H),
             "inner_state": L * states * H * (D // H) ** 2,
-            "inner_bias_and_norm": L * (1 if reading.inner_norm == "shared" else R) * 3 * D,
+            "inner_bias_and_norm": L * (1 if reading.inner_norm == "shared" else R) * 3 * D * (self.step not in REDUCIBLE),
             "token_scale": L * scales * (self.chunk_size or built_for + class_tokens),
             "post_norm": L * {"merged": 1, "per_direction": R, "none": 0}[reading.post_norm] * 2 * D,
             "swiglu": L * (3 * D * hidden + (2 * hidden + D) * reading.swiglu_bias),
@@ -229,7 +233,7 @@ class Vittt(Backbone):
             "conv1d": L * T * R * self.num_conv1d * reading.conv1d_kernel * D,
             "dwconv": L * convolved * 9 * D * design_has(self.design, "conv2d"),
             "learning_rate": L * T * D * H * self.num_rates,
-            "inner_learner": L * R * ttt_linear_macs(T, H, D // H, self.chunk_size),
+            "inner_learner": L * R * ttt_linear_macs(T, H, D // H, self.chunk_size, self.step),
             "swiglu": L * T * 3 * D * int(8 * D / 3),
             "head": D * self.num_classes,
         }
@@ -241,8 +245,9 @@ class Vittt(Backbone):
 
     @property
     def num_conv1d(self) -> int:
-        """Conv1d of a direction: for the keys, for the queries, or for both."""
-        return len(conv1d_names(self.design, self.reading))
+        """Conv1d of a direction: for the keys, for the queries where somebody reads them, or for both."""
+        names = conv1d_names(self.design, self.reading)
+        return len(names) - (self.step == "q_is_k" and "conv_q" in names)
 
     @property
     def num_rates(self) -> int:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import find_cell, load_section, section_keys
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
+from ..data.cells import suggest_data
 from ..tasks.generation.params import GenerateParams
 from ..tasks.generation.spec import SPEC as GENERATE
 from ..tasks.linearization.params import LinearizeParams
@@ -84,7 +85,7 @@ def make_cell(
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
     """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
     if data is not None and data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(f"linearize: --data {data}: not a cell of prepare_data in params.yaml{did_you_mean(data, known)}")
+        raise UserError(f"linearize: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}")
     cells = [load_section(LinearizeParams, paths.params, STAGE, cell) for cell in section_keys(paths.params, STAGE)]
     if not cells:
         raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")

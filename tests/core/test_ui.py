@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from repro.core.errors import did_you_mean
 from repro.core.ui import allow_every_terminal, print_error, print_table
 
 ROOT = Path(__file__).parents[2]
@@ -43,3 +44,10 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(missing):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f" {missing} " in done.stderr and "requirements.lock" in done.stderr
+
+
+def test_known_names_are_listed_where_a_line_has_room_for_all(repro_cli):
+    names = [f"name_{number}" for number in range(20)]
+    assert names[-1] in did_you_mean("zzz", names) and did_you_mean("zzz", names * 2) == ""
+    code, _, err = repro_cli("zzz")
+    assert code == 2 and err.count("\n") == 1 and " ... " not in err and "--help" in err

@@ -14,6 +14,7 @@ from PIL import Image
 
 from repro.core.config import build
 from repro.core.errors import RunError, UserError
+from repro.data import pixels
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
@@ -544,3 +545,17 @@ def test_exit_codes(tmp_path, repro_cli):
     assert f"test/digit_7/{victim.name}: unreadable image" in out
     code, out, err = check("ade20", str(root))
     assert (code, out) == (2, "") and err.count("\n") == 1 and "did you mean 'ade20k'" in err
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_limit_of_pixels_is_the_setting(tmp_path, repro_cli, monkeypatch, workers):
+    for split in ("train", "val"):
+        for number in range(20):
+            picture(tmp_path / "pets" / split / "cat" / f"{number}.jpg")
+    (tmp_path / "dvc.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pixels, "max_pixels", pixels.max_pixels)  # as it was, afterwards
+    for most, expected in ((48 * 36, 0), (48 * 36 - 1, 1)):
+        (tmp_path / "params.yaml").write_text(yaml.safe_dump({"runtime": {"max_pixels": most, "data_roots": {}}}))
+        code, out, _ = repro_cli("data", "check", "folder", "pets", "--workers", workers)
+        assert code == expected and ("runtime.max_pixels" in out) == bool(expected)

@@ -65,11 +65,16 @@ def test_no_other_decoder_sees_a_file(tmp_path, monkeypatch, content):
         read_pixels(path)
 
 
-def test_a_large_image_is_refused_by_its_header(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "message"), [((13000, 13000), "13000×13000 .*runtime.max_pixels.* 80,000,000"), ((102, 2), "102×2 .*50 times")]
+)
+def test_a_large_or_oblong_image_is_refused_by_its_header(tmp_path, monkeypatch, size, message):
     path = tmp_path / "image.png"
-    Image.new("1", (13000, 13000)).save(path)  # 20 kB
+    Image.new("1", (100, 2)).save(path)
+    read_pixels(path)
+    Image.new("1", size).save(path)
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("was decoded"))
-    with pytest.raises(UserError, match="13000×13000 .*runtime.max_pixels.* 80,000,000"):
+    with pytest.raises(UserError, match=message):
         read_pixels(path)
 
 

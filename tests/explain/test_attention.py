@@ -9,8 +9,8 @@ from torch import nn
 
 import repro.models  # noqa: F401
 from repro.explain.attention import Look, choose_tokens, measure_implicit_attention, measure_shift_ratio, observe_attention, summarise_looks
+from repro.models.inner_mixer import InnerMixer
 from repro.models.registry import build_model
-from repro.models.t5 import Mixer
 
 GRID, HEADS, DIM = (3, 4), 2, 8
 
@@ -38,7 +38,7 @@ def test_the_implicit_attention_of_softmax_is_its_weights():
 def test_that_of_linear_attention_is_its_formula():
     q, k, v = projections()
     torch.manual_seed(1)
-    mixer = Mixer(HEADS * DIM, HEADS, "linear", key_norm="none").double()
+    mixer = InnerMixer(HEADS * DIM, HEADS, "linear", key_norm="none").double()
     one, two = torch.nn.functional.elu(split(q)) + 1, torch.nn.functional.elu(split(k)) + 1
     scores = one @ two.mT
     found = measure_implicit_attention(lambda *qkv: mixer.mix(*qkv, GRID), q, k, v, HEADS, range(12))
@@ -52,7 +52,7 @@ def test_that_of_linear_attention_is_its_formula():
 def test_that_of_an_inner_learner_is_the_norm_of_its_jacobian(inner, dwc, neighbours):
     q, k, v = projections()
     torch.manual_seed(1)
-    mixer = Mixer(HEADS * DIM, HEADS, inner, dwc=dwc, neighbours=neighbours)
+    mixer = InnerMixer(HEADS * DIM, HEADS, inner, dwc=dwc, neighbours=neighbours)
     mixer.init_weights()
     mixer = mixer.double().requires_grad_(False)
     tokens = [0, 6]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from repro.explain.ladders import InnerLosses, change_options, has_ladder
-from repro.models import lact, ladder_vit3
+from repro.models import lact, vit3
 from repro.models.registry import build_model
 from tests.models.helpers import shaken
 
@@ -15,10 +15,10 @@ def build(name: str, **options) -> torch.nn.Module:
     return shaken(build_model(name, num_classes=3, depth=1, **options)).double().eval()
 
 
-def observe(model: torch.nn.Module, name: str) -> tuple[float, float]:
+def observe(model: torch.nn.Module) -> tuple[float, float]:
     losses = InnerLosses()
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), losses.observe(name):
+    with torch.no_grad(), losses.observe(model):
         found = model(images)
     with torch.no_grad():
         assert torch.equal(found, model(images))  # the output is as it was
@@ -32,7 +32,7 @@ def test_the_losses_of_vit3_are_those_of_its_heads():
     seen = {}
     training = model.blocks[0].attn
     training.qkv.register_forward_hook(lambda module, inputs, out: seen.update(qkv=out))
-    before, after = observe(model, name)
+    before, after = observe(model)
     q, k, v = training._split(seen["qkv"][..., : 3 * 48], 2)
     W = training.w1[0]
     moved = W + k.mT @ v / (3 * 64)
@@ -48,7 +48,7 @@ def test_the_losses_of_lact_are_those_at_the_end_of_all_chunks():
     seen = {}
     layer = next(module for module in model.modules() if isinstance(module, lact.FastWeights))
     layer.qkv.register_forward_hook(lambda module, inputs, out: seen.update(qkv=out))
-    before, after = observe(model, name)
+    before, after = observe(model)
     q, k, v = F.silu(seen["qkv"]).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
     k = k / (k.norm(dim=-1, keepdim=True) + lact.EPS)
     for found, S in ((before, layer.s), (after, layer.s + v.mT @ k)):
@@ -56,12 +56,13 @@ def test_the_losses_of_lact_are_those_at_the_end_of_all_chunks():
 
 
 def test_the_layers_have_their_own_function_back_also_after_an_error():
-    for module, name in ((ladder_vit3, "ladder_vit3_nano_patch4_32"), (lact, "lact_nano_patch4_32")):
-        run = module.learn
-        with pytest.raises(RuntimeError, match="in the middle"), InnerLosses().observe(name):
-            assert module.learn is not run
+    for name, kind in (("ladder_vit3_nano_patch4_32", vit3.InnerTraining), ("lact_nano_patch4_32", lact.FastWeights)):
+        model = build(name)
+        layer = next(module for module in model.modules() if isinstance(module, kind))
+        with pytest.raises(RuntimeError, match="in the middle"), InnerLosses().observe(model):
+            assert layer.learn is not kind.learn
             raise RuntimeError("in the middle")
-        assert module.learn is run
+        assert layer.learn is kind.learn
 
 
 def test_a_probe_changes_one_option():

@@ -10,9 +10,10 @@ from timm import create_model
 
 from kernels.ttt_linear.reference import ttt_linear_dual
 from repro.models.inner import InnerLoop
-from repro.models.ladder_vit3 import STEPS, LadderTraining, ViT3Ladder
-from repro.models.ladder_vittt import STEPS as VITTT_STEPS
-from repro.models.ladder_vittt import LadderMixer
+from repro.models.ladder_vit3 import ViT3Ladder
+from repro.models.ttt_mixer import STEPS as VITTT_STEPS
+from repro.models.ttt_mixer import TTTMixer
+from repro.models.vit3 import STEPS, InnerTraining
 from tests.models.helpers import nano, relative, shaken
 
 TOLERANCE = 1e-5
@@ -38,7 +39,7 @@ def reference() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_as_run_is_that_of_the_authors_code(reference, mode):
     step, loop = MODES[mode]
-    training = LadderTraining(24, 3, step, loop=loop)
+    training = InnerTraining(24, 3, step, loop=loop)
     training.load_state_dict({name[11:]: value for name, value in reference.items() if name.startswith("state_dict/")})
     x = reference["x"].clone().requires_grad_()
     out = training(x, tuple(reference["grid"].tolist()))
@@ -53,7 +54,7 @@ def test_a_step_as_run_is_that_of_the_authors_code(reference, mode):
 def test_a_step_as_derived_follows_its_loss(step, steps):
     """Heads and convolution by autograd on the loss −(s/N) Σ⟨F(k), v⟩, s = 1/3, each step of a weight divided by its norm + 1."""
     torch.manual_seed(0)
-    training = shaken(LadderTraining(12, 2, step, steps)).double()
+    training = shaken(InnerTraining(12, 2, step, steps)).double()
     x, grid, C, N = torch.randn(1, 12, 12, dtype=torch.float64), (3, 4), 12, 12
     found = training(x, grid)
 
@@ -132,7 +133,7 @@ def test_the_unchanged_ladder_is_the_model_itself(ladder, family):
 # --- Vittt ------------------------------------------------------------------------------------------------------------------------
 
 
-def mixer_of(step: str, **options) -> LadderMixer:
+def mixer_of(step: str, **options) -> TTTMixer:
     return shaken(nano("ladder_vittt", step=step, **options)).double().blocks[0].mixer
 
 

@@ -12,8 +12,9 @@ from repro.measure.build import create
 from repro.measure.flops import cost, counted_macs
 from repro.measure.fvcore import fvcore_terms
 from repro.models.inner import InnerLoop, learn
+from repro.models.inner_mixer import LOOPS, InnerMixer, KeyNorm, attend_linearly
 from repro.models.neighbours import attend_to_neighbours, find_neighbours
-from repro.models.t5 import CHOICES, LOOPS, T5, KeyNorm, Mixer, attend_linearly, official_state_dict
+from repro.models.t5 import CHOICES, T5, official_state_dict
 from tests.models.helpers import load_official, nano, relative, shaken
 
 TINY = "t5_tiny_patch16_224"
@@ -21,8 +22,8 @@ INNERS = ("linear", "projqk", "gate", "2layer", "3layer", "swiglu")
 BLOCKS = {
     "swiglu_kin_dwcqk": {"inner": "swiglu", "dwc": "qk"},
     "two_layer_kin": {"inner": "2layer"},
-    "dit5_two_layer_mse_kin_dwcqk": {"inner": "2layer", "dwc": "qk", "loop": InnerLoop(loss="mse")},
-    "dit5_mixed_nat5": {"inner": "2layer", "dwc": "qk", "loop": InnerLoop(loss="mse"), "affine": True, "neighbours": 5},
+    "dit5_two_layer_mse_kin_dwcqk": {"inner": InnerLoop(loss="mse"), "dwc": "qk"},
+    "dit5_mixed_nat5": {"inner": InnerLoop(loss="mse"), "dwc": "qk", "affine": True, "neighbours": 5},
 }
 # inner, key norm, convolution, window -> parameters of the whole model in the paper's shell, and its printed FLOPs in G
 ROWS = [
@@ -53,7 +54,7 @@ def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tenso
 
 
 def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a block of the release, or gradients of them, under the names of `Mixer`."""
+    """Tensors of a block of the release, or gradients of them, under the names of `InnerMixer`."""
     renamed = official_state_dict({f"blocks.0.attn.{key}": value for key, value in official.items() if "_ttt" not in key})
     renamed = {key.removeprefix("blocks.0.attn."): value for key, value in renamed.items()}
     if "qk_scale_ttt" in official and "qk_offset_ttt" in official:  # each (1, 1, C, 2)
@@ -65,7 +66,7 @@ def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_the_release(name):
     truth = read(name)
-    mixer = Mixer(int(truth["dim"]), int(truth["num_heads"]), **BLOCKS[name])
+    mixer = InnerMixer(int(truth["dim"]), int(truth["num_heads"]), key_norm="instance", **BLOCKS[name])
     mixer.load_state_dict(ours(part(truth, "state_dict")))
     x = truth["x"].requires_grad_()
     out = mixer(x, (6, 6))
@@ -184,7 +185,7 @@ def test_a_constant_added_to_the_keys_changes_nothing_behind_their_norm(inner):
     x = torch.randn(2, 81, 64, generator=torch.Generator().manual_seed(0))
     for key_norm, same in (("instance", True), ("none", False)):
         torch.manual_seed(0)
-        mixer = Mixer(64, 2, inner, key_norm)
+        mixer = InnerMixer(64, 2, inner, key_norm)
         mixer.init_weights()
         shaken(mixer)
         before = mixer(x, (9, 9))
@@ -197,7 +198,7 @@ def test_a_constant_added_to_the_keys_changes_nothing_behind_their_norm(inner):
 def test_neighbours_see_what_is_projected(dwc):
     """Half of the output is neighbourhood attention of q, k and v before norm and convolutions."""
     torch.manual_seed(0)
-    mixed, alone = Mixer(24, 2, "gate", "instance", dwc, 3), Mixer(24, 2, "gate", "instance", dwc)
+    mixed, alone = InnerMixer(24, 2, "gate", "instance", dwc, 3), InnerMixer(24, 2, "gate", "instance", dwc)
     mixed.init_weights()
     shaken(mixed)
     alone.load_state_dict(mixed.state_dict())
@@ -206,22 +207,6 @@ def test_neighbours_see_what_is_projected(dwc):
     near = attend_to_neighbours(q, k, v, (4, 5), 3).transpose(1, 2).flatten(2)
     raw = mixed.mix(*mixed.qkv(x).chunk(3, -1), (4, 5))
     assert relative(raw, 0.5 * alone.mix(*mixed.qkv(x).chunk(3, -1), (4, 5)) + 0.5 * near) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"inner": "softmax", "key_norm": "none", "dwc": "none"},
-        {"inner": "projqk", "dwc": "cpe", "layer_scale": True},
-        {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0},
-    ],
-)
-@pytest.mark.parametrize("size", [(144, 144), (16, 80)])
-def test_closed_form_equals_the_operators(options, size):
-    name = "t5_nano_patch16_144"
-    counted = cost(name, options, size)
-    model = create(name, options, size, fused=False, device="meta")
-    assert counted.num_params == sum(p.numel() for p in model.parameters()) and counted_macs(model, size) == counted.macs
 
 
 @pytest.mark.parametrize(
@@ -235,32 +220,12 @@ def test_closed_form_equals_the_operators(options, size):
             {"inner": "softmax"},
             "inner softmax: attends as the pretrained model does; it goes with key_norm none, dwc none and neighbours 0",
         ),
-        ({"num_heads": 5}, "embed_dim 64 is not a multiple of num_heads 5"),
     ],
 )
 def test_wrong_options_are_one_line(options, error):
     with pytest.raises(ValueError) as found:
         create_model("t5_nano_patch16_144", **options)
     assert str(found.value).startswith(error)
-
-
-def test_the_softmax_twin_is_timms_vit_without_its_class_token():
-    ours = shaken(nano("t5", inner="softmax", key_norm="none", dwc="none"))
-    timms = create_model(
-        "vit_tiny_patch16_224",
-        img_size=144,
-        embed_dim=64,
-        depth=4,
-        num_heads=2,
-        num_classes=10,
-        class_token=False,
-        global_pool="avg",
-        fc_norm=False,
-    ).eval()
-    state = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in ours.state_dict().items()}
-    timms.load_state_dict(state)
-    x = torch.randn(2, 3, 144, 144)
-    assert relative(ours(x), timms(x)) < 1e-5
 
 
 def test_only_what_a_softmax_model_lacks_is_new():

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
-from repro.training.optim import build_optimizer
-from repro.training.params import OptimParams
 from tests.models.helpers import nano, relative
 
 DATA = Path(__file__).parents[1] / "data"
@@ -187,17 +185,3 @@ def test_stochastic_depth_grows_from_0_and_spares_the_convolution():
     image = tokens.mT.reshape(2, 64, 3, 4)
     expected = image + F.conv2d(image, block.cpe.weight, block.cpe.bias, padding=1, groups=64)
     torch.testing.assert_close(block(tokens, (3, 4)), expected.flatten(2).mT)
-
-
-def test_weight_decay_falls_on_matrices_and_fast_weights_alone():
-    model = nano("vit3")
-    optimizer = build_optimizer(model, OptimParams(lr=1e-3), 512)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        assert (id(parameter) in decayed) == (parameter.ndim > 1), name
-    assert id(model.blocks[0].attn.w3) in decayed
-
-
-def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match="embed_dim 64 is not a multiple of num_heads 3"):
-        nano("vit3", num_heads=3)

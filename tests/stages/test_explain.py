@@ -166,6 +166,7 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplo
     [
         ([], "explain: give pictures to draw a map, or --probe NAME"),
         (["text.png"], "text.png: unreadable image"),
+        (["thin.png"], "thin.png: unreadable image"),
         (["missing.png"], "missing.png: unreadable image"),
         (["text.png", "--probe", "ascent"], "explain: give pictures to draw a map, or --probe NAME"),
         (["text.png", "-o", "out.pdf"], "out.pdf: the figure is written as PNG"),
@@ -177,6 +178,7 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplo
 )
 def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
     Path("text.png").write_text("no picture")
+    Image.new("L", (1, 60)).save("thin.png")
     code, _, err = repro_cli("explain", *arguments)
     assert code == 2 and err.count("\n") == 1 and message in err and not Path("explained.png").exists()
 

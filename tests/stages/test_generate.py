@@ -223,7 +223,7 @@ WRONG = [
     (["--weights", "judge.safetensors"], "judge.safetensors: holds a model that can classify, not generate"),
     (["--weights", "absent.safetensors"], "absent.safetensors: no such weights file"),
     (["--weights", "params.yaml"], "params.yaml: not a file of this project, so it does not name its model; name it with --model"),
-    (["--weights", "params.yaml", "--model", "dit3_xl"], "generate: --model dit3_xl: no such denoiser; known: dit_small_patch8, "),
+    (["--weights", "params.yaml", "--model", "dit3_xl"], "generate: --model dit3_xl: no such denoiser"),
     (["--weights", "params.yaml", "--model", "dit3_small_patch2"], "params.yaml: not a readable checkpoint of PyTorch"),
     (["--judge", "own.safetensors"], "own.safetensors: holds a model for the task 'generate', expected a classifier"),
     (["--judge", "params.yaml"], "params.yaml: not a file of this project, so it cannot judge"),

@@ -203,6 +203,11 @@ def test_wrong_inputs_are_one_line(ready, repro_cli, arguments, error):
     assert code == 2 and error in err and err.count("\n") == 1, err
 
 
+def test_data_of_a_profile_is_named_with_its_profile(ready, repro_cli):
+    code, _, err = repro_cli("linearize", "--from", str(TEACHER), "--data", "coco")
+    assert code == 2 and "profiles/paper.yaml" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...core.errors import RunError, UserError, did_you_mean
 from ...core.ui import track
+from .. import pixels
 from ..findings import PrintAll, count
 from ..kinds import KINDS, load_function
 
@@ -90,7 +91,7 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
     with contextlib.ExitStack() as stack:
         results: Iterator[Any] = map(function, items)
         if workers > 1 and len(items) > _CHUNK:
-            pool = ProcessPoolExecutor(workers, initializer=_start_worker)
+            pool = ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(pixels.max_pixels,))
             stack.callback(pool.shutdown, cancel_futures=True)
             # this forks all workers before the bar starts a thread, whose locks they could inherit
             results = pool.map(function, items, chunksize=_CHUNK)
@@ -100,7 +101,8 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
             raise RunError(f"{label}: a process died, most likely for lack of memory; lower --workers") from None
 
 
-def _start_worker() -> None:
+def _start_worker(max_pixels: int) -> None:
+    pixels.limit_pixels(max_pixels)
     # Ctrl-C reaches the whole process group; the main process ends the pool
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, daemon=True).start()

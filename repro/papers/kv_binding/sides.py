@@ -161,13 +161,13 @@ def _v6_of_vit3(step: str, factor: float, values: Callable[[Any, Any, Any], Any]
     def compare() -> tuple:
         import torch
 
-        from ...models.ladder_vit3 import LadderTraining
+        from ...models.vit3 import InnerTraining
 
         q, k, v, W, *_ = draw()
-        training = LadderTraining(WIDTH, 1, step).double()
+        training = InnerTraining(WIDTH, 1, step).double()
         with torch.no_grad():
             training.w1.copy_(W.view_as(training.w1))
-            found = training._learn_glu(torch.cat((q, k, v), -1)[None])[0]
+            found = training._learn_heads(torch.cat((q, k, v), -1)[None])[0]
         return found, q @ (W + factor * k.mT @ values(k, v, W))
 
     return compare

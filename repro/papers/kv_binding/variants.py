@@ -6,7 +6,7 @@ The name of a variant begins with its model. This module imports nothing, so tha
 # beginning of a variant's name -> the family whose model it is
 FAMILIES = {"vit3": "ladder_vit3", "lact": "lact", "vittt": "ladder_vittt"}
 
-# the steps of each model beside `own`; see `repro.models.ladder_vit3`, `fast_weights` and `ladder_vittt`
+# the steps of each model beside `own`; see `repro.models.vit3`, `fast_weights` and `ttt_mixer`
 _STEPS = {
     "vit3": ("ascent", "q_is_k", "v1", "v3", "v3_as_run", "v6", "v6_as_run"),
     "lact": ("ascent", "q_is_k", "v1", "v2", "v3", "v4", "v5", "v6"),

@@ -74,13 +74,13 @@ def shift_error(what: str) -> float:
     """
     import torch
 
-    from ...models.t5 import Mixer
+    from ...models.inner_mixer import InnerMixer
 
     q, k, v, delta = _draw(torch)
     if what == "softmax":
         before, after = (_attend(q, keys, v) for keys in (k, k + delta))
     else:
-        mixer = Mixer(q.shape[-1], 2, "swiglu", what).double()
+        mixer = InnerMixer(q.shape[-1], 2, "swiglu", what).double()
         _fill(torch, mixer)
         with torch.no_grad():
             before, after = (mixer.mix(q, keys, v, (3, 4)) for keys in (k, k + delta))
@@ -116,7 +116,7 @@ def _two_layers(q: Any, k: Any, v: Any, _: Any) -> tuple:
 def _single_layer(q: Any, k: Any, v: Any, _: Any) -> tuple:
     import torch.nn.functional as F
 
-    from ...models.t5 import attend_linearly
+    from ...models.inner_mixer import attend_linearly
 
     wide_q, wide_k = F.elu(q) + 1, F.elu(k) + 1
     scores = wide_q @ wide_k.mT
@@ -128,7 +128,7 @@ def _inner_step(q: Any, k: Any, v: Any, _: Any) -> tuple:
     import torch.nn.functional as F
 
     from ...models.inner import learn
-    from ...models.t5 import LOOPS
+    from ...models.inner_mixer import LOOPS
 
     N, d = k.shape[1:]
     generator = torch.Generator().manual_seed(1)
@@ -168,7 +168,7 @@ def _shifted_gradient(_: Any, k: Any, v: Any, delta: Any) -> tuple:
 def _instance_norm(_: Any, k: Any, __: Any, ___: Any) -> tuple:
     import torch.nn.functional as F
 
-    from ...models.t5 import KeyNorm
+    from ...models.inner_mixer import KeyNorm
 
     return KeyNorm("instance")(k), F.instance_norm(k.mT, eps=1.0).mT
 
@@ -176,10 +176,10 @@ def _instance_norm(_: Any, k: Any, __: Any, ___: Any) -> tuple:
 def _half_neighbours(q: Any, k: Any, v: Any, _: Any) -> tuple:
     import torch
 
-    from ...models.t5 import Mixer
+    from ...models.inner_mixer import InnerMixer
 
     def mix(neighbours: int) -> Any:
-        mixer = Mixer(q.shape[-1], 1, "swiglu", neighbours=neighbours).double()
+        mixer = InnerMixer(q.shape[-1], 1, "swiglu", "instance", neighbours=neighbours).double()
         _fill(torch, mixer)
         with torch.no_grad():
             return mixer.mix(q, k, v, (3, 4))

@@ -45,7 +45,15 @@ def test_it_is_the_plain_path(options, sides):
 
 
 @pytest.mark.parametrize(
-    "options", [{"pool": "head"}, {"design": "dual"}, {"reading": "swiglu_bias=false"}, {"reading": "gate_activation=sigmoid"}]
+    "options",
+    [
+        {"pool": "head"},
+        {"design": "dual"},
+        {"reading": "swiglu_bias=false"},
+        {"reading": "gate_activation=sigmoid"},
+        {"step": "ascent"},
+        {"step": "q_is_k"},
+    ],
 )
 def test_what_it_is_not_for(options):
     model = make(**options)

@@ -1,0 +1,219 @@
+"""A ViT without class token around any mixer of tokens: what Study, T5, LaCT and ViT3 share.
+
+Patches get positions in one of three ways, blocks are a mixer and an MLP after LayerNorms, and the head reads the mean of the tokens.
+A family brings its mixer: a module `mixer(x_BNC, grid)` with `param_terms()` and `mac_terms(grid)`, the named counts of one layer,
+and `init_weights()` if it has parameters beside linear layers and convolutions. The shell adds what is its own to these counts.
+
+Shape suffixes: B batch, N tokens (h·w), C width.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from timm.layers import DropPath, LayerScale, Mlp
+from timm.models.vision_transformer import Attention
+from torch import Tensor, nn
+
+from ..core.errors import did_you_mean
+from .backbone import Backbone, Grid, init_linear, resample_positions
+
+Positions = Literal["table", "block_table", "none"]
+EPS = 1e-6
+
+
+class SoftmaxMixer(Attention):
+    """timm's softmax attention as a mixer, which needs no grid."""
+
+    def __init__(self, dim: int, num_heads: int):
+        super().__init__(dim, num_heads, qkv_bias=True)
+
+    def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
+        """Normalised tokens (B, N, C) -> (B, N, C)."""
+        return super().forward(x_BNC)
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters."""
+        C = self.proj.in_features
+        return {"projections": 4 * C * C + 4 * C}
+
+    def mac_terms(self, grid: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds on an (h, w) grid."""
+        N, C = grid[0] * grid[1], self.proj.in_features
+        return {"projections": N * 4 * C * C, "attention": 2 * N * N * C}
+
+
+class BlockTable(nn.Module):
+    """A learned vector for each position of the grid, and one for all of them, which are added to the tokens.
+
+    Nobody has published what holds the 0.9 M parameters of ViT3's design study that DeiT-S without class token lacks. A table of this
+    size in every block is what fits its twelve printed counts.
+    """
+
+    def __init__(self, dim: int, grid: Grid, std: float):
+        super().__init__()
+        self.grid, self.std = grid, std
+        self.table = nn.Parameter(torch.empty(1, grid[0] * grid[1], dim))
+        self.shift = nn.Parameter(torch.zeros(dim))
+
+    def init_weights(self) -> None:
+        """Draw the table: trunc_normal."""
+        nn.init.trunc_normal_(self.table, std=self.std)
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """Tokens (B, N, C) on an (h, w) grid -> the same shape; another grid than the built one takes the resampled table."""
+        return tokens + resample_positions(self.table, self.grid, grid) + self.shift
+
+
+class Block(nn.Module):
+    """Perhaps positions and a convolution of the tokens, then a mixer and an MLP, each after a LayerNorm.
+
+    Each of the two has a residual, with a learned scale if `layer_scale`, and stochastic depth at the rate `drop_path`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer: nn.Module,
+        cpe: nn.Conv2d | None,
+        positions: BlockTable | None,
+        *,
+        hidden: int,
+        layer_scale: bool,
+        norm_eps: float,
+        drop_path: float,
+    ):
+        super().__init__()
+        self.positions, self.cpe = positions, cpe
+        self.norm1, self.attn = nn.LayerNorm(dim, eps=norm_eps), mixer
+        self.norm2, self.mlp = nn.LayerNorm(dim, eps=norm_eps), Mlp(dim, hidden)
+        self.ls1, self.ls2 = (LayerScale(dim) if layer_scale else nn.Identity() for _ in range(2))
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) on an (h, w) grid, row-major -> (B, N, C)."""
+        if self.positions is not None:
+            tokens = self.positions(tokens, grid)
+        tokens = add_convolved(tokens, self.cpe, grid)
+        tokens = tokens + self.drop_path(self.ls1(self.attn(self.norm1(tokens), grid)))
+        return tokens + self.drop_path(self.ls2(self.mlp(self.norm2(tokens))))
+
+
+class ClassFreeViT(Backbone):
+    """A class-free ViT in timm's conventions, as a `PlainBackbone`.
+
+    Args:
+        build_mixer: width C -> the mixer of a block, and the depth-wise convolution of the tokens before it (CPE) or None. The family
+            builds both, so that it decides which is drawn first.
+        num_heads: heads h of the mixer.
+        positions: `table` is added to the patches, `block_table` in every block (see `BlockTable`), or `none`.
+        position_std: the deviation of the positions' start.
+        mlp_ratio: hidden units of an MLP, as a multiple of the width.
+        layer_scale: whether each residual has a learned scale for each channel.
+        norm_eps: of all LayerNorms.
+        kwargs: see `Backbone`; `pool` is always the mean.
+
+    Heads that do not divide the width are a ValueError.
+    """
+
+    def __init__(
+        self,
+        build_mixer: Callable[[int], tuple[nn.Module, nn.Conv2d | None]],
+        *,
+        num_heads: int,
+        positions: Positions = "table",
+        position_std: float = 0.02,
+        mlp_ratio: float = 4.0,
+        layer_scale: bool = False,
+        norm_eps: float = EPS,
+        **kwargs: Any,
+    ):
+        super().__init__(pool="mean", **kwargs)
+        require_choice("positions", positions, get_args(Positions))
+        C = self.embed_dim
+        if C % num_heads:
+            raise ValueError(f"embed_dim {C} is not a multiple of num_heads {num_heads}")
+        self.num_heads, self.positions, self.position_std = num_heads, positions, position_std
+        self.hidden, self.layer_scale, self.norm_eps = int(mlp_ratio * C), layer_scale, norm_eps
+        if positions == "table":
+            self.pos_embed = nn.Parameter(torch.empty(1, self.grid_size[0] * self.grid_size[1], C))
+        shared = {"hidden": self.hidden, "layer_scale": layer_scale, "norm_eps": norm_eps}
+        self.blocks = nn.ModuleList(
+            Block(
+                C,
+                *build_mixer(C),
+                BlockTable(C, self.grid_size, position_std) if positions == "block_table" else None,
+                drop_path=rate,
+                **shared,
+            )
+            for rate in self.drop_path_rates
+        )
+        self.norm = nn.LayerNorm(C, eps=norm_eps)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Linear trunc_normal 0.02 with zero bias, positions trunc_normal `position_std`, convolutions by PyTorch's default.
+
+        Mixers draw what else they have.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_linear(module)
+            elif module is not self and hasattr(module, "init_weights"):
+                module.init_weights()
+        if self.positions == "table":
+            nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Image (B, C, H, W) -> patch tokens with positions (B, N, C), and their (h, w) grid; raises as `patches`."""
+        tokens, grid = self.patches(x)
+        return tokens + resample_positions(self.pos_embed, self.grid_size, grid) if self.positions == "table" else tokens, grid
+
+    def no_weight_decay(self) -> set[str]:
+        """The positions, as in DeiT."""
+        return {name for name, _ in self.named_parameters() if name == "pos_embed" or name.endswith("positions.table")}
+
+    def param_terms(self) -> dict[str, int]:
+        """Named counts of parameters that add up to the model's own."""
+        C, L, N, hidden, block = self.embed_dim, self.depth, self.grid_size[0] * self.grid_size[1], self.hidden, self.blocks[0]
+        return {
+            "patch_embed": self.patch_embed.weight.numel() + C,
+            "positions": {"table": N * C, "block_table": L * (N + 1) * C, "none": 0}[self.positions],
+            "cpe": L * 10 * C * (block.cpe is not None),
+            "layer_norms": L * 4 * C + 2 * C,
+            "layer_scale": L * 2 * C * self.layer_scale,
+            **{name: L * count for name, count in block.attn.param_terms().items()},
+            "mlp": L * (2 * C * hidden + hidden + C),
+            "head": self.num_classes * (C + 1),
+        }
+
+    def mac_terms(self, image_size: Grid) -> dict[str, int]:
+        """Named counts of multiply-adds for one image of (H, W) pixels."""
+        C, L, block = self.embed_dim, self.depth, self.blocks[0]
+        grid = self.grid_of(*image_size)
+        N = grid[0] * grid[1]
+        return {
+            "patch_embed": N * self.patch_embed.weight.numel(),
+            "cpe": L * N * 9 * C * (block.cpe is not None),
+            **{name: L * count for name, count in block.attn.mac_terms(grid).items()},
+            "mlp": L * N * 2 * C * self.hidden,
+            "head": C * self.num_classes,
+        }
+
+
+def require_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise a ValueError with a suggestion unless an option has a known value."""
+    if value not in known:
+        raise ValueError(f"{name} {value!r}: not known{did_you_mean(str(value), known)}")
+
+
+def build_cpe(dim: int) -> nn.Conv2d:
+    """A depth-wise 3x3 convolution that keeps the grid."""
+    return nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+
+
+def add_convolved(x_BNC: Tensor, convolve: nn.Conv2d | None, grid: Grid) -> Tensor:
+    """Tokens (B, N, C) plus their convolution on the (h, w) grid; the tokens themselves where there is none."""
+    if convolve is None:
+        return x_BNC
+    return x_BNC + convolve(x_BNC.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)

@@ -1,0 +1,192 @@
+"""What trainings make of damaged data: samples and finite losses, or one line; never another exception."""
+
+import functools
+import io
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from repro.core.errors import UserError
+from repro.data.ade20k import AdePairs
+from repro.data.classification import ImageFolder, eval_transform, train_transform
+from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.settings import DetectionTransformSettings, TransformSettings
+from repro.data.tree import scan_tree
+from repro.tasks.detection.mask_rcnn import MaskRcnn
+from repro.tasks.segmentation.data import AdeSegmentation
+from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
+from repro.tasks.segmentation.task import Segmentation
+from repro.tasks.segmentation.upernet import build_upernet
+from tests.data_sets.test_coco import block, compressed, content, detection, runs, write
+from tests.slow import first
+from tests.tasks.segmentation_lab import Pyramid, write_tree
+from tests.tasks.test_detection_model import SMALL, Maps
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+BOXES = DetectionTransformSettings(min_size=(40, 56), max_size=64, crop_min_size=(40, 60), crop_size=(8, 40))
+MAPS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
+
+
+def ends_well(work) -> bool:
+    """Whether it works; a UserError must be one line, and anything else fails the test."""
+    try:
+        work()
+    except UserError as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+def encode(pixels, form):
+    stream = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(stream, form)
+    return stream.getvalue()
+
+
+def flip(content, rng):
+    """The content with up to three bytes changed, mostly in the header."""
+    found = bytearray(content)
+    for _ in range(rng.randint(1, 3)):
+        found[rng.randrange(min(len(found), rng.choice([64, len(found)])))] = rng.randrange(256)
+    return bytes(found)
+
+
+@pytest.mark.parametrize("cases", first([40, 2000]))
+def test_flipped_bytes_of_pictures(tmp_path, cases):
+    """Through the data sets of the three trainings, and their evaluations."""
+    rng, pixels = random.Random(0), np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    (tmp_path / "coco").mkdir()
+    write(tmp_path / "coco", content())
+    write_tree(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
+    folder = TransformSettings(image_size=32, auto_augment="rand-m9-mstd0.5-inc1")
+    for split in ("train", "val"):
+        (tmp_path / "pets" / split / "cat").mkdir(parents=True)
+        for name in ("flipped.png", "whole.png"):
+            (tmp_path / "pets" / split / "cat" / name).write_bytes(encode(pixels, "PNG"))
+    tree = scan_tree(tmp_path / "pets", "folder")
+    transforms = {"train": train_transform(folder), "val": eval_transform(folder)}
+    objects = [detection(tmp_path / "coco", BOXES, training=training) for training in (True, False)]
+    pairs = [AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)]
+    files = [tree.path("train", 0), tree.path("val", 0), objects[1].instances.path(1), pairs[0].pairs.paths(0)[0]]
+    for case in range(cases):
+        picture = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
+        for file in files:
+            file.write_bytes(picture)
+        for split, transform in transforms.items():
+            pets = ImageFolder(tree, split, transform, max_unreadable=int(split == "train"))
+            read = ends_well(lambda: pets.collate([pets[case, 0], pets[case, 1]])[0].shape == (2, 3, 32, 32))
+            assert read or (split == "val" and pets.unreadable() == files[1:2])
+        for dataset, index in ((objects[0], 0), (objects[1], 1), (pairs[0], 0), (pairs[1], 0)):
+            ends_well(lambda: dataset.collate([dataset[case, index]]))
+
+
+@pytest.mark.parametrize("size", [(1, 2000), (2000, 1), (51, 1), (50, 1), (1, 1)])
+def test_odd_sizes_of_pictures(tmp_path, size):
+    """A thin picture of which scaling leaves no column, and one whose scaling would fill the memory."""
+    found = content()
+    found["images"] = [{"id": 12, "file_name": "odd.png", "height": size[0], "width": size[1]}]
+    found["annotations"] = []
+    (tmp_path / "coco").mkdir()
+    write(tmp_path / "coco", found)
+    write_tree(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
+    pixels = np.zeros((*size, 3), dtype=np.uint8)
+    pairs = [AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)]
+    for path, each in zip(pairs[0].pairs.paths(0), (pixels, pixels[..., 0])):
+        path.write_bytes(encode(each, "PNG"))
+    for dataset in (detection(tmp_path / "coco", BOXES), *pairs):
+        assert ends_well(lambda: dataset[0, 0]) == (max(size) <= 50)
+
+
+ODD = [None, "x", "12", math.nan, math.inf, -1, 0, 0.5, 1e-320, 1e18, 1e300, 2**63, 10**30, True, [], {}, [1], 59.999]
+
+
+def draw_mask(rng):
+    """Polygons of any size in and beyond the picture, RLE that fits or does not, and no mask at all."""
+    number = functools.partial(rng.choice, [-399, -1, 0, 1e-30, 0.5, 12, 12.5, 33, 40, 60, 61, 399])
+    polygons = [[number() for _ in range(2 * rng.randrange(1, 20))] for _ in range(rng.randrange(1, 4))]
+    size = rng.choice([[40, 60], [40, 60], [60, 40], [40], None, "40"])
+    counts = rng.choice(["", "0", "abc", "ÿ", [], [2400], [0, 2400], [-1, 2401], None, 5])
+    whole = [runs(block(0, 0, 8, 40)), compressed(block(5, 5, 8, 40)), {"size": size, "counts": counts}]
+    return rng.choice([polygons, polygons, polygons, *whole, [], [[]], rng.choice(ODD), [[rng.choice(ODD)] * 6]])
+
+
+def spoil(found, rng):
+    """Change an annotation file of COCO at a few places."""
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        row = rng.choice(found["annotations"])
+        key = rng.choice(["segmentation", "segmentation", "bbox", "bbox", "bbox", "area", "iscrowd", "category_id", "image_id", "id"])
+        if key == "bbox":
+            row[key] = [rng.choice([-20, 0, 1e-3, 0.5, 1, 30, 59.999, 60, 1e9]) for _ in range(4)]
+            row[key][rng.randrange(4)] = rng.choice([5, 7, 9, *ODD])
+        else:
+            row[key] = draw_mask(rng) if key == "segmentation" else rng.choice([1, 7, 12, 18, 30, *ODD])
+        part = rng.choice(["images", "categories", "annotations", *[None] * 12])
+        if part:
+            changed = rng.choice(found[part])
+            changed[rng.choice(list(changed))] = rng.choice(ODD)
+
+
+@pytest.mark.parametrize("cases", first([100, 3000]))
+def test_odd_annotations(tmp_path, cases):
+    """A training step and an evaluation's samples of each: at least some are learnt from, and at least some refused."""
+    torch.manual_seed(0)
+    model = MaskRcnn(Maps(), 3, SMALL).train()
+    write(tmp_path, content())
+    file = tmp_path / "annotations/instances_train2017.json"
+
+    def step():
+        dataset, whole = detection(tmp_path, BOXES, training=True), detection(tmp_path, BOXES)
+        assert all(len(whole[0, index][0]) == 3 for index in range(len(whole)))
+        losses = model(*dataset.collate([dataset[0, index] for index in range(len(dataset))]))
+        assert_finite(model, sum(losses.values()))
+
+    learnt = 0
+    for case in range(cases):
+        found = content()
+        spoil(found, random.Random(case))
+        file.write_text(json.dumps(found))
+        learnt += ends_well(step)
+    assert 0.1 * cases < learnt < 0.9 * cases
+
+
+def assert_finite(model, loss):
+    model.zero_grad()
+    loss.backward()
+    assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def odd_maps(labels):
+    """Label maps as PNG that a user may give in place of (40, 64) uint8 with values up to 5: those to take, and those to refuse."""
+    deep, beyond = labels.astype(np.uint16), np.where(labels > 3, 255, labels).astype(np.uint8)
+    taken = [labels, np.zeros_like(labels), np.full_like(labels, 5)]
+    refused = [np.full_like(labels, 6), beyond, deep, deep * 257 + 60000, labels > 2, np.dstack([labels] * 3), labels[:-1], labels.T]
+    palette = io.BytesIO()
+    Image.fromarray(labels).convert("P").save(palette, "PNG")
+    return [encode(each, "PNG") for each in taken], [palette.getvalue(), *(encode(each, "PNG") for each in refused)]
+
+
+@pytest.mark.parametrize("flips", first([20, 300]))
+def test_odd_label_maps(tmp_path, flips):
+    """A training step and an evaluation with each, and with flipped bytes of a good one."""
+    torch.manual_seed(0)
+    model = build_upernet(Pyramid(), UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2)), num_classes=5, window=32, stride=21)
+    root = write_tree(tmp_path, classes=5, pairs=2)
+
+    def step():
+        train, whole = (AdeSegmentation(AdePairs(root, "train"), MAPS, training=training) for training in (True, False))
+        loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(whole, batch_size=1)}
+        shared = {"batch_size": 2, "transform": MAPS, "classes": train.pairs.classes, "device": torch.device("cpu")}
+        task = Segmentation(model.train(), *loaders, **shared)
+        assert_finite(model, task.loss(model, next(task.batches(0, 0)))["loss"])
+        task.evaluate(model.eval(), "val")
+
+    file, rng = root / "annotations/training/ADE_00000001.png", random.Random(0)
+    whole, (taken, refused) = file.read_bytes(), odd_maps(np.array(Image.open(file)))
+    for labels in [*taken, *refused, *(flip(whole, rng) for _ in range(flips))]:
+        file.write_bytes(labels)
+        assert ends_well(step) == (labels in taken) or labels not in [*taken, *refused]
