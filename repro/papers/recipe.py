@@ -1,4 +1,4 @@
-"""What a classifier's training comes to, with nothing left to compute; where it departs from a paper's recipe; and lines that say it."""
+"""What a training comes to, with nothing left to compute; where it departs from a paper's recipe; the lines that say so."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How Sections 4 and 5.1 of the paper train a classifier; beyond what they print the protocol is Swin's, and only this is compared."""
+"""How Sections 4 and 5.1 of the paper train a classifier; beyond that the protocol is Swin's, which is not compared."""
 
 from ..recipe import PAPER, Printed
 
