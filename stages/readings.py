@@ -1,5 +1,6 @@
 """`repro readings`: what each reading of the paper does to the printed counts, and, by hand, to the accuracy of a nano."""
 
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -27,12 +28,13 @@ def command(
 ) -> None:
     """Count what each reading of the paper changes: parameters and multiply-adds, of pairs too; with --train, its accuracy."""
     from repro.papers.grid import run_variants
-    from repro.papers.vision_ttt.grid import make_grid
+    from repro.papers.vision_ttt.grid import GRID
     from repro.papers.vision_ttt.readings import list_trained, record_fits
 
     if train:
         variants = {name: {"reading": text} if text else {} for name, text in list_trained().items()}
-        run_variants(make_grid("readings", variants, ("--train",)), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+        grid = dataclasses.replace(GRID, stage="readings", variants=variants, folder="readings", flags=("--train",))
+        run_variants(grid, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
     elif variant is not None or data is not None or epochs is not None:
         raise UserError("readings: --variant, --data and --epochs need --train")
     else:

@@ -20,6 +20,17 @@ from ..training.grid import Variant, train_grid, train_one
 from ..training.job import Cell
 from . import describe_recipe, find_rooms
 
+# what the recipes of the rooms for the embedded digits have in common; a patch of 4 pixels is a pixel of the scanned 8x8 digit
+ON_DIGITS: dict[str, Any] = {
+    "data": "digits",
+    "batch_size": 32,
+    "drop_path": 0.0,
+    "evaluate_every": 2,
+    "precision": "fp32",
+    "mix": {"mixup": 0.0, "cutmix": 0.0},
+    "transform": {"image_size": 32, "scale": [0.7, 1.0], "ratio": [0.85, 1.18], "hflip": 0.0, "crop_pct": 1.0},
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:

@@ -4,21 +4,14 @@ import dataclasses
 
 from ...core.config import build
 from ...tasks.classification.params import ClassifierParams
-from ..grid import Grid
+from ..grid import ON_DIGITS, Grid
 from .variants import VARIANTS, find_family
 
 # on the digits a patch is a pixel of the scan, except for Vittt, whose recipe is that of the cell `vittt_nano_digits` of the mini profile
-RECIPE = {
+RECIPE = ON_DIGITS | {
     "model": "ladder_vit3_nano_patch4_32",
-    "data": "digits",
     "epochs": 20,
-    "batch_size": 32,
-    "drop_path": 0.0,
-    "evaluate_every": 2,
-    "precision": "fp32",
     "optim": {"lr": 3e-3, "warmup_lr": 1e-5, "min_lr": 1e-5, "lr_batch_size": 32, "warmup_epochs": 2, "clip_grad_norm": 1.0},
-    "mix": {"mixup": 0.0, "cutmix": 0.0},
-    "transform": {"image_size": 32, "scale": [0.7, 1.0], "ratio": [0.85, 1.18], "hflip": 0.0, "crop_pct": 1.0},
 }
 LARGE_PATCHES = {"lr": 4e-3, "clip_grad_norm": 5.0}  # in place of those of `RECIPE`
 
